@@ -20,15 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._formats import sampler_deltas
 from jaxckpt._formats.average import average as average
-from jaxckpt._formats.sampler_deltas import (
-    ENCODINGS,
-    Encoding,
-    Publication,
-    PublishedVersion,
-    SamplerDeltas,
-)
+from jaxckpt._formats.sampler_deltas import ENCODINGS, Encoding, PublishedVersion, SamplerDeltas, require_rules
 from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.select import Rename, Select
 from jaxckpt._model.tree import Tree
@@ -153,7 +146,7 @@ class Publisher:
         export = None
         if self._deltas is not None:
             oldest = number if self._anchor < 0 else int(self._anchor if not linked else max(0.0, self._oldest_anchor))
-            export = PublishedVersion(self._deltas, Publication(number + 1, not linked, oldest + 1, step))
+            export = PublishedVersion(self._deltas, number + 1, not linked, oldest + 1, step)
         self._next += 1  # even if this fails, because the step may have been published
         saved = self._checkpointer.save(
             number,
@@ -190,7 +183,7 @@ def _sampler_deltas(
     target, files = local_path(directory, "directory"), None if base is None else local_path(base, "base")
     if target is None or (base is not None and (files is None or not os.path.isdir(files))):
         raise InputError(f"format={format!r} needs a local directory, and base= a local folder")
-    return SamplerDeltas(target, format, sampler_deltas.require_rules(rules), files)
+    return SamplerDeltas(target, format, require_rules(rules), files)
 
 
 @explain_keywords

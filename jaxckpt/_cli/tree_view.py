@@ -28,6 +28,7 @@ from jaxckpt._cli.terminal import (
     show_metrics,
     terminal_width,
 )
+from jaxckpt._formats.npy_file import write_npy_header
 from jaxckpt._inspect.leaf import LazyLeaf, saved_spec
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
@@ -381,8 +382,7 @@ def _save_npy(leaf: LazyLeaf, index: Any, path: str, options: Options) -> tuple[
     dtype = npy_dtype(leaf.dtype)
     total = math.prod(shape) * leaf.dtype.itemsize
     with replacing_file(path) as file, display_progress("cat", total, options.progress) as report:
-        header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
-        np.lib.format.write_array_header_1_0(file, header)
+        write_npy_header(file, dtype, shape)
         for slab in slabs:
             file.write(np.ascontiguousarray(slab, dtype).data)
             report(slab.nbytes)

@@ -18,6 +18,16 @@ from typing import Any, cast
 
 from jaxckpt._formats.export import tree_of_names
 from jaxckpt._formats.index_files import from_json, read_json
+from jaxckpt._formats.orbax.orbax_records import (
+    AGGREGATE_FILE,
+    ARRAYS_FOLDER,
+    DATABASE_FILE,
+    SHARDINGS_FILE,
+    STEP_FILE,
+    STRINGS_FILE,
+    TEMPORARY,
+    TREE_FILE,
+)
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._formats.zarr_arrays import described_array
 from jaxckpt._model.dtypes import DTYPES
@@ -41,19 +51,13 @@ from jaxckpt.errors import DataError, InputError, NotACheckpointError
 
 _ARRAY_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
 _MARKS = {".zgroup", *_ARRAY_FILES}
-_DATABASE = "manifest.ocdbt"
 _TREE = "pytreedef.json"
 _STORE = "array_store"
 _STEP = re.compile(r"step-(\d{1,18})")
-_STEP_FILE = "metadata.json"
+_LEVANTER_FILE = "metadata.json"
 
-_OTHERS = {"_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "_strings.json", ".metadata"}
+_OTHERS = {TREE_FILE, STEP_FILE, SHARDINGS_FILE, ARRAYS_FOLDER, STRINGS_FILE, ".metadata"}
 """Names in folders that are Orbax's or PyTorch's, perhaps damaged."""
-
-_AGGREGATE = "checkpoint"
-"""The file with the tree of Orbax before 0.3 and of T5X. Without it, the arrays have other names."""
-
-_UNFINISHED = ".orbax-checkpoint-tmp"
 
 MAX_FOLDERS = 1 << 20
 """The most folders that are searched for arrays."""
@@ -65,15 +69,16 @@ _MAX_LOOKED_AT = 200
 def recognizes(path: str, names: Collection[str]) -> bool:
     if _is_of_others(path, names):
         return False
-    if not _MARKS.isdisjoint(names) or _DATABASE in names or {_TREE, _STORE} <= {*names}:
+    if not _MARKS.isdisjoint(names) or DATABASE_FILE in names or {_TREE, _STORE} <= {*names}:
         return True
     return bool(names) and (bool(steps_in(path, names)) or _holds_arrays(path))
 
 
 def _is_of_others(path: str, names: Collection[str]) -> bool:
     """Whether a folder is a checkpoint of jaxckpt, Orbax or PyTorch, perhaps a damaged or unfinished one."""
-    is_unfinished = any(_UNFINISHED in name for name in (os.path.basename(path), *names))
-    has_aggregate = _AGGREGATE in names and is_visible_file(f"{path}/{_AGGREGATE}")  # otherwise a container's folder
+    is_unfinished = any(TEMPORARY in name for name in (os.path.basename(path), *names))
+    # Otherwise it is the folder of a container.
+    has_aggregate = AGGREGATE_FILE in names and is_visible_file(f"{path}/{AGGREGATE_FILE}")
     is_ours = any(map(is_data_folder, names)) or (
         MANIFEST in names and any(name.startswith("data-") for name in names)  # Levanter has a manifest.json too
     )
@@ -83,7 +88,7 @@ def _is_of_others(path: str, names: Collection[str]) -> bool:
 def _holds_arrays(path: str) -> bool:
     """Whether one of the folders below a folder holds an array, and none of those before it another checkpoint."""
     for below, names in itertools.islice(_folders(path), _MAX_LOOKED_AT):
-        if _is_of_others(below, names) or (below and MANIFEST in names) or _DATABASE in names:
+        if _is_of_others(below, names) or (below and MANIFEST in names) or DATABASE_FILE in names:
             return False
         if not _ARRAY_FILES.keys().isdisjoint(names):
             return True
@@ -107,7 +112,7 @@ def _folders(path: str, below: str = "") -> Iterator[tuple[str, list[str]]]:
 def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
     """The steps of a run of Levanter, oldest first."""
     numbered = sorted((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)))
-    return [ForeignStep(n, f"{path}/{name}") for n, name in numbered if exists(f"{path}/{name}/{_STEP_FILE}")]
+    return [ForeignStep(n, f"{path}/{name}") for n, name in numbered if exists(f"{path}/{name}/{_LEVANTER_FILE}")]
 
 
 def open_arrays(path: str) -> ForeignCheckpoint:
@@ -116,8 +121,8 @@ def open_arrays(path: str) -> ForeignCheckpoint:
     if steps := steps_in(path, names):
         path, metadata = steps[-1].path, {"step": steps[-1].number}
         names = names_in(path)
-    elif _STEP.fullmatch(os.path.basename(path)) and _STEP_FILE not in names:
-        raise NotACheckpointError(f"{path} was never committed: it has no {_STEP_FILE}, which Levanter writes last")
+    elif _STEP.fullmatch(os.path.basename(path)) and _LEVANTER_FILE not in names:
+        raise NotACheckpointError(f"{path} was never committed: it has no {_LEVANTER_FILE}, which Levanter writes last")
     if {_TREE, _STORE} <= {*names}:
         return compose(path, _read_pytree(path), "jax")
     arrays, values = _read(path)
@@ -128,7 +133,7 @@ def open_arrays(path: str) -> ForeignCheckpoint:
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of a folder by their names, and the Python values that `convert` stored. Raises DataError."""
-    folder = ArrayFolder.at(path, ocdbt=exists(f"{path}/{_DATABASE}"))
+    folder = ArrayFolder.at(path, ocdbt=exists(f"{path}/{DATABASE_FILE}"))
     if folder.ocdbt:
         keys = [key for key in folder.list_keys() if key.rpartition("/")[2] in _ARRAY_FILES]
         texts = zip(keys, folder.read_all(keys), strict=True)

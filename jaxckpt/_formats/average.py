@@ -136,13 +136,12 @@ def average(
 class Average(ForeignCheckpoint):
     """The weighted sum of checkpoints. It pickles as their paths, so that other processes compute values of it."""
 
-    again: Callable[[], ForeignCheckpoint] | None = field(default=None, repr=False, compare=False)
+    again: Callable[[], ForeignCheckpoint] = field(kw_only=True, repr=False, compare=False)
     """Opens the checkpoints again."""
 
     executor: Executor | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        assert self.again is not None
         return self.again, ()
 
 

@@ -27,7 +27,7 @@ from jaxckpt._formats.index_files import (
 from jaxckpt._formats.pickles import as_tree, unpickle, unreadable
 from jaxckpt._formats.safetensors import read_header, read_header_and_metadata
 from jaxckpt._formats.shards import FileData, joined, replicated
-from jaxckpt._formats.torch import read_saved
+from jaxckpt._formats.torch import read_saved, read_tensors
 from jaxckpt._model.grid import Box, box_at
 from jaxckpt._model.records import Size
 from jaxckpt._model.tree import Tree
@@ -142,12 +142,7 @@ def _read_distributed(path: str, metas: Sequence[str]) -> Tree:
 
 def _tensors(path: str) -> Mapping[str, Tree]:
     """The tensors of a .safetensors or .bin file, by name."""
-    if path.endswith(".safetensors"):
-        return read_header(path)
-    tensors = read_saved(path)
-    if not isinstance(tensors, dict):
-        raise DataError(f"{path} holds a {type(tensors).__name__}, expected a dict of tensors")
-    return cast("dict[str, Tree]", tensors)
+    return read_header(path) if path.endswith(".safetensors") else read_tensors(path)
 
 
 def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[str, Tree]]) -> ForeignArray:

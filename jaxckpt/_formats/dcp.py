@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
+from jaxckpt._formats.export import tree_of_keys
 from jaxckpt._formats.index_files import convert_checked, from_json, path_inside, read_json, require_length
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import require_instance, require_sizes, unpickle, unreadable
@@ -84,7 +85,13 @@ def _tree_of(path: str) -> dict[str, Tree]:
         if at in leaves:
             raise DataError(f"{where}: two of its names have the path {show_path('/'.join(map(str, at)))}")
         leaves[at] = _leaf(where, name, item, stored)
-    return _nested(where, leaves)
+    for at in leaves:
+        if any(at[:depth] in leaves for depth in range(1, len(at))):
+            raise DataError(f"{where}: {show_path('/'.join(map(str, at)))} is below another leaf")
+    tree = tree_of_keys(where, [*leaves.items()]) if leaves else {}
+    if not isinstance(tree, dict):
+        raise DataError(f"{where}: its tree is a list, expected a dict")
+    return cast("dict[str, Tree]", tree)
 
 
 def _str_keyed_dict(value: Any) -> dict[str, Any] | None:
@@ -228,35 +235,6 @@ def _python_object(where: str, name: str, stored: StoredItems) -> Tree:
         return read_saved(info.relative_path, info.offset, info.length)
     except DataError as error:  # concerns one object; other tensors can still be read
         return unreadable(f"cannot be read: {error}")
-
-
-def _nested(where: str, leaves: Mapping[tuple[str | int, ...], Tree]) -> dict[str, Tree]:
-    """The tree of dicts and lists. An int key is an index of a list."""
-    root: dict[Any, Any] = {}
-    inner: dict[tuple[str | int, ...], dict[Any, Any]] = {(): root}
-    for path, leaf in leaves.items():
-        for depth in range(1, len(path)):
-            if path[:depth] not in inner:
-                inner[path[:depth]] = node = {}
-                _set(where, inner[path[: depth - 1]], path[:depth], node)
-        _set(where, inner[path[:-1]], path, leaf)
-    for path, node in sorted(inner.items(), key=lambda item: -len(item[0])):
-        kinds = {type(key) for key in node}
-        if kinds == {int} and path:
-            if sorted(node) != list(range(len(node))):
-                raise DataError(
-                    f"{where}: the list {show_path('/'.join(map(str, path)))} has the indices {sorted(node)[:20]}"
-                )
-            inner[path[:-1]][path[-1]] = [node[number] for number in range(len(node))]
-        elif kinds - {str}:
-            raise DataError(f"{where}: {show_path('/'.join(map(str, path)))} has both names and numbers as keys")
-    return root
-
-
-def _set(where: str, node: dict[Any, Any], path: Sequence[str | int], value: Tree) -> None:
-    if path[-1] in node:
-        raise DataError(f"{where}: {show_path('/'.join(map(str, path)))} occurs twice")
-    node[path[-1]] = value
 
 
 # Megatron Core --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxckpt._model.paths import name_of_path, path_of_name
+from jaxckpt._model.paths import escape_key, name_of_path, path_of_name
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._model.values import decode_value
@@ -23,7 +23,7 @@ from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.source import Source
-from jaxckpt.errors import TreeError, show_lines, show_path
+from jaxckpt.errors import DataError, TreeError, show_lines, show_path
 
 if TYPE_CHECKING:
     from jaxckpt._job.call import Call  # imports JAX
@@ -68,6 +68,25 @@ def tree_of_names(values: Mapping[str, Any], recorded: Mapping[str, str]) -> Tre
         return nested_dicts({paths[name]: value for name, value in values.items()})
     except TreeError:
         return dict(values)
+
+
+def tree_of_keys(where: str, leaves: Sequence[tuple[tuple[str | int, ...], Any]], depth: int = 0) -> Tree:
+    """The tree of dicts and lists, from the keys of each leaf, of which the first `depth` are the same. An int is an
+    index of a list. Raises DataError if the keys do not make a tree."""
+    if len(leaves) == 1 and len(leaves[0][0]) == depth:
+        return leaves[0][1]
+    below: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = {}
+    for leaf in leaves:
+        if len(leaf[0]) > depth:  # otherwise an entry of Orbax for an empty position that other entries fill
+            below.setdefault(leaf[0][depth], []).append(leaf)
+    what = f"{where}: the container at {show_path('/'.join(map(escape_key, leaves[0][0][:depth])) if leaves else '')}"
+    if len({*map(type, below)}) != 1:
+        raise DataError(f"{what} mixes keys and indices")
+    if not isinstance(next(iter(below)), int):
+        return {key: tree_of_keys(where, inside, depth + 1) for key, inside in below.items()}
+    if not all(number in below for number in range(len(below))):
+        raise DataError(f"{what} has the indices {str([*below][:20])[1:-1]}; expected 0 to {len(below) - 1}")
+    return [tree_of_keys(where, below[number], depth + 1) for number in range(len(below))]
 
 
 def _default_paths(names: Iterable[str]) -> dict[str, str]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
-from typing import Any, cast
+from collections.abc import Collection
+from typing import Any
 
+from jaxckpt._arguments.pytree import flatten
 from jaxckpt._formats.flax_msgpack import is_msgpack_map, read_msgpack
 from jaxckpt._formats.index_files import read_indexed
 from jaxckpt._formats.pickles import unreadable
+from jaxckpt._model.paths import name_of_path
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignCheckpoint
@@ -57,7 +59,7 @@ def open_flax(path: str) -> ForeignCheckpoint:
         else:  # deleted in the meantime
             raise NotACheckpointError(f"{path} has no checkpoint of Flax")
     if path.endswith(_INDEX):
-        tree = nested_dicts(read_indexed(os.path.dirname(path), path, lambda file: _flat(read_msgpack(file))))
+        tree = nested_dicts(read_indexed(os.path.dirname(path), path, _named))
     else:
         tree = read_msgpack(path, _placeholder)
     return compose(path, tree, "flax", metadata=metadata)
@@ -69,14 +71,9 @@ def _model_in(names: Collection[str]) -> str | None:
     return known[0] if known else None
 
 
-def _flat(tree: Tree, above: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by their keys, joined with "/"."""
-    if not isinstance(tree, Mapping):
-        return {above: tree}
-    flat: dict[str, Any] = {}
-    for key, child in cast("Mapping[str, Any]", tree).items():
-        flat |= _flat(child, f"{above}/{key}" if above else key)
-    return flat
+def _named(path: str) -> dict[str, Any]:
+    """The leaves of a file by their keys, joined with "/"."""
+    return {name_of_path(leaf.path): leaf.value for leaf in flatten(read_msgpack(path))[0]}
 
 
 def _placeholder(node: Any) -> Tree | None:

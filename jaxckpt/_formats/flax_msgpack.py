@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from jaxckpt._formats.byte_reader import ByteReader, LocatedBytes
 from jaxckpt._formats.pickle_machine import insert
 from jaxckpt._formats.pickles import MAX_VALUES, as_tree, data_of_bytes, require_sizes, unreadable
-from jaxckpt._formats.shards import FileData, tiled
+from jaxckpt._formats.shards import tiled_flat
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import extent, flat_boxes, volume
 from jaxckpt._model.tree import MAX_DEPTH, Tree
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, InMemoryData
+from jaxckpt._sources.foreign import ForeignArray
 from jaxckpt._store.foreign_files import OpenFile, opened
 from jaxckpt.errors import DataError
 
@@ -123,33 +122,18 @@ class _Reader(ByteReader):
         return ForeignArray(dtype, sides, data_of_bytes(data, dtype, sides), "numpy_scalar" if code == 3 else "jax")
 
     def _chunked(self, node: Mapping[Any, Any]) -> ForeignArray:
-        """An array from its flat chunks. Each chunk is a few boxes of the array."""
+        """An array from its flat chunks."""
         shape, chunks = (_in_order(node[name]) for name in ("shape", "chunks"))
-        sides, pieces, start = require_sizes(shape), list[tuple[Any, ArrayData]](), 0
+        sides = require_sizes(shape)
         for chunk in chunks:
             if not isinstance(chunk, ForeignArray) or chunk.dtype != chunks[0].dtype or len(chunk.shape) != 1:
                 raise TypeError("a chunk of an array is not an array of one dimension and of the dtype of the others")
-            at = 0
-            for box in flat_boxes(sides, start, start + chunk.shape[0]):
-                pieces.append((box, _part(chunk, at, extent(box))))
-                at += volume(box)
-            start += chunk.shape[0]
-        return ForeignArray(chunks[0].dtype, sides, tiled(self.path, sides, pieces))
+        return ForeignArray(chunks[0].dtype, sides, tiled_flat(self.path, sides, chunks))
 
 
 def _in_order(node: Any) -> list[Any]:
     """The values of a tuple, which Flax stores as a dict with the keys "0", "1" and so on."""
     return [node[str(number)] for number in range(len(node))] if isinstance(node, dict) else list(node)
-
-
-def _part(chunk: ForeignArray, start: int, shape: tuple[int, ...]) -> ArrayData:
-    """Consecutive elements of a flat chunk, as an array."""
-    if isinstance(chunk.data, FileData):
-        offset = chunk.data.offset + start * DTYPES[chunk.dtype].itemsize
-        return FileData(chunk.data.path, offset, chunk.dtype, shape)
-    array = cast("InMemoryData", chunk.data).array
-    count = volume(tuple((0, side) for side in shape))
-    return InMemoryData(array[start : start + count].reshape(shape))
 
 
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}

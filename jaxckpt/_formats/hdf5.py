@@ -7,7 +7,8 @@ followed.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Generator
+import itertools
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Hdf5:
     """An HDF5 file, or the part of an archive that is one."""
 
     path: str
@@ -84,12 +85,12 @@ class _Stream(io.RawIOBase):
 class _Dataset(ArrayData):
     """A dataset that h5py reads: it is in chunks, compressed, or of big-endian numbers."""
 
-    part: _Part
+    hdf5: _Hdf5
     name: str
     dtype: str
 
     def read(self, box: Box, target: Array) -> None:
-        with self.part.opened() as file:
+        with self.hdf5.opened() as file:
             values = file[self.name][tuple(slice(*side) for side in box)]
             target[...] = np.asarray(values).astype(values.dtype.newbyteorder("="), copy=False).view(target.dtype)
 
@@ -97,45 +98,39 @@ class _Dataset(ArrayData):
 def open_hdf5(path: str) -> ForeignCheckpoint:
     """The datasets in the tree of their groups. Raises DataError, InputError, StorageError."""
     with opened(path) as file:
-        part = _Part(path, 0, file.size)
+        hdf5 = _Hdf5(path, 0, file.size)
     if path.endswith(".keras"):
         with opened_archive(path) as archive:
             if _KERAS_MEMBER not in archive or (member := archive[_KERAS_MEMBER]).deflated:
                 raise DataError(f"{path} has no uncompressed {_KERAS_MEMBER}: it is not a model that Keras 3 saved")
-            part = _Part(path, member.offset, member.n_bytes)
-    with part.opened() as file:
-        return compose(path, _tree(part, file, _Budget()), "hdf5")
+            hdf5 = _Hdf5(path, member.offset, member.n_bytes)
+    with hdf5.opened() as file:
+        return compose(path, _tree(hdf5, file, itertools.count(1)), "hdf5")
 
 
-class _Budget:
-    """The values that are left: a group may contain itself."""
-
-    left = MAX_VALUES
-
-
-def _tree(part: _Part, group: Any, budget: _Budget, depth: int = 0) -> Tree:
-    """The tree of a group. Groups without arrays are left out."""
+def _tree(hdf5: _Hdf5, group: Any, numbers: Iterator[int], depth: int = 0) -> Tree:
+    """The tree of a group. Groups without arrays are left out. `numbers` counts all values: a group may contain
+    itself."""
     import h5py  # pyright: ignore[reportMissingTypeStubs]
 
     tree: dict[str, Any] = {}
     for name in group:
-        budget.left -= 1
-        if depth > MAX_DEPTH or budget.left < 0:
+        if depth > MAX_DEPTH or next(numbers) > MAX_VALUES:
             raise DataError(
-                f"{part.path} holds more than {MAX_VALUES} values, or groups nested deeper than {MAX_DEPTH}"
+                f"{hdf5.path} holds more than {MAX_VALUES} values, or groups nested deeper than {MAX_DEPTH}"
             )
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             tree[name] = unreadable("is a link to another place, which is not followed")
             continue
         child = group[name]
         if isinstance(child, h5py.Dataset):
-            tree[name] = _array(part, child)
-        elif isinstance(child, h5py.Group) and (below := _tree(part, child, budget, depth + 1)):
+            tree[name] = _array(hdf5, child)
+        elif isinstance(child, h5py.Group) and (below := _tree(hdf5, child, numbers, depth + 1)):
             tree[name] = below
     return tree
 
 
-def _array(part: _Part, dataset: Any) -> ForeignArray:
+def _array(hdf5: _Hdf5, dataset: Any) -> ForeignArray:
     if dataset.external or dataset.is_virtual:
         return unreadable("has its data in other files, which are not followed")
     dtype, shape = dataset.dtype, dataset.shape
@@ -146,11 +141,11 @@ def _array(part: _Part, dataset: Any) -> ForeignArray:
         return unreadable(f"has dtype {dtype}, which JAX does not support")
     offset = dataset.id.get_offset()
     if offset is not None and not dataset.chunks and (dtype.kind == "V" or dtype.isnative):
-        data = FileData(part.path, part.start + offset, name, shape)
-        if data.end > part.start + part.size:
-            raise DataError(f"{part.path} is too short for {dataset.name[:80]!r}")
+        data = FileData(hdf5.path, hdf5.start + offset, name, shape)
+        if data.end > hdf5.start + hdf5.size:
+            raise DataError(f"{hdf5.path} is too short for {dataset.name[:80]!r}")
         return ForeignArray(name, shape, data)
-    return ForeignArray(name, shape, _Dataset(part, dataset.name, name), chunk=_chunk(dataset))
+    return ForeignArray(name, shape, _Dataset(hdf5, dataset.name, name), chunk=_chunk(dataset))
 
 
 def _chunk(dataset: Any) -> tuple[int, ...] | None:

@@ -28,7 +28,7 @@ from jaxckpt._model import typed_json
 from jaxckpt._options import Options
 from jaxckpt._rules.axis_layouts import AxisLayout as Axes
 from jaxckpt._rules.axis_layouts import axes_of
-from jaxckpt._rules.rule import Paths, Rule, captures, matching_paths, paths_in
+from jaxckpt._rules.rule import Rule, captures, matching_paths, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.open_source import located, source_at
 from jaxckpt._store.foreign_files import exists, is_visible_file, read_small, using_files
@@ -86,7 +86,8 @@ def huggingface_rules(
     is_plain = layout == "plain"
     try:
         only = [SINGLE_TOWERS[name] for name in config.get("architectures") or () if name in SINGLE_TOWERS]
-        config = {**config, "mxfp4": _quantization_method(config) == "mxfp4"}
+        quantization: Config = config.get("quantization_config") or {}
+        config = {**config, "mxfp4": quantization.get("quant_method") == "mxfp4"}
         stored = _Stored(tensor_names(folder))
         rules: list[Rule] = []
         drop = [name for name in CONSTANTS if matching_paths(name, stored.names)]
@@ -261,10 +262,6 @@ def _tower_rules(
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def _first(names: Paths) -> str:
-    return paths_in(names)[0]
-
-
 def _holds(condition: str, config: Config) -> bool:
     """Whether a condition such as "a and !b or c" holds, for settings of config.json."""
     values = [
@@ -336,18 +333,14 @@ def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
     return replace(rule, layout=layout, sizes={"v": int(config["vocab_size"])}, resized={"v": vocab_size})
 
 
-def _quantization_method(config: Config) -> str:
-    return str((config.get("quantization_config") or {}).get("quant_method", ""))
-
-
 def _add_scales(rule: Rule, config: Config) -> Rule:
     """The rule, with scales if it is for a layer's weight in a quantized model. Raises InputError."""
     quantization: Config | None = config.get("quantization_config")
-    source = _first(rule.source)
+    source, target = paths_in(rule.source)[0], paths_in(rule.target)[0]
     if source.endswith("_blocks"):
         scales = source.replace("_blocks", "_scales")
         return replace(rule, scales=scales, packed="float4_e2m1fn", dtype=_dtype(config))
-    is_weight = "layers/" in _first(rule.target) and re.search(r"_proj(_with_mqa)?\.weight$", source)
+    is_weight = "layers/" in target and re.search(r"_proj(_with_mqa)?\.weight$", source)
     if quantization is None or not is_weight or config["mxfp4"]:
         return rule
     method, block = str(quantization["quant_method"]), quantization.get("weight_block_size")

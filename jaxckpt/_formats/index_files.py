@@ -1,4 +1,4 @@
-"""Files in JSON of foreign checkpoints, and what index files name, which stays in their folder."""
+"""Files in JSON of foreign checkpoints, what index files name, which stays in their folder, and a model's files."""
 
 from __future__ import annotations
 
@@ -147,14 +147,14 @@ def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]
     return tensors
 
 
-_NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
+_SERIES_FILE = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
 
 
 def _require_named(folder: str, named: Collection[str], index: str) -> None:
     """Raise DataError if a numbered file belongs to the files of an index but is not named by it."""
-    series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
+    series = {match.groups() for name in named if (match := _SERIES_FILE.fullmatch(name))}
     for name in sorted({*list_names(folder)} - {*named}):
-        if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
+        if (match := _SERIES_FILE.fullmatch(name)) and match.groups() in series:
             raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
 
 
@@ -193,3 +193,35 @@ def require_length(path: str, end: int) -> None:
         length = file.size
     if length < end:
         raise DataError(f"{path} is {length} bytes long, expected at least {end}")
+
+
+# The files of a model, as transformers and diffusers choose them -------------------------------------------
+
+STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
+_COUNTED_FILE = re.compile(r"(.*\D)(\d+)-of-(\d+)(\.\w+)")
+
+
+def preferred(names: Collection[str], suffix: str) -> str | None:
+    """The name that these libraries read by default, not a variant such as "model.fp16.safetensors"."""
+    return next((name for stem in STEMS if (name := stem + suffix) in names), None)
+
+
+def complete_series(names: Collection[str]) -> Sequence[str] | None:
+    """The names in order if all are the numbered files 1 to n of one model, as "model-00001-of-00002.safetensors"."""
+    matches = sorted((int(match[2]), match) for name in names if (match := _COUNTED_FILE.fullmatch(name)))
+    numbers = [number for number, _ in matches]
+    if len(matches) != len(names) or len({(m[1], int(m[3]), m[4]) for _, m in matches}) != 1:
+        return None
+    return [match[0] for _, match in matches] if numbers == list(range(1, int(matches[0][1][3]) + 1)) else None
+
+
+def merged(files: Mapping[str, Mapping[Any, Any]]) -> dict[Any, Any]:
+    """The tensors of several files. Raises DataError if two have one of the same name."""
+    tensors: dict[Any, Any] = {}
+    for file, content in files.items():
+        if both := tensors.keys() & content.keys():
+            raise DataError(
+                f"{file}: the tensor {show_path(str(min(both, key=str)))} is also in another file of the folder"
+            )
+        tensors |= content
+    return tensors

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxckpt._formats.destination import draft_folder, replacing, require_replaceable
 from jaxckpt._formats.direct_writes import (
@@ -100,29 +100,16 @@ def _write_files(
         rendezvous.broadcast("")
 
 
-@dataclass(frozen=True, slots=True)
-class FolderWriter:
-    """Writes the tensors that some rules make of a checkpoint."""
-
-    target: str
-    plan_folder: PlanFolder
-    select: Select | None
-    rename: Renaming | None
-    overwrite: bool
-
-    def write(self, call: Call, checkpoint: str, options: Options) -> None:
-        """Export a checkpoint. Every process, in a lane."""
-        source = self.open(call, checkpoint, options)
-        write_folder(call, source, self.target, self.plan_folder, options, overwrite=self.overwrite)
-
-    def open(self, call: Call, checkpoint: str, options: Options) -> Source:
-        """The view of a checkpoint. Every process, in a lane."""
-        with call.rendezvous("opening the checkpoint to export") as rendezvous:
-            # Process 0 deletes a temporary checkpoint only after all have opened it, so that all raise the same error.
-            with rendezvous.joined_by_all(), call.watchdog.operation(f"opening {checkpoint}"):
-                source = renamed_source(source_at(checkpoint, options), self.rename, self.select)
-            rendezvous.barrier()
-        return source
+def open_view(
+    call: Call, checkpoint: str, options: Options, rename: Renaming | None, select: Select | None = None
+) -> Source:
+    """The tensors that some rules make of a checkpoint. Every process, in a lane."""
+    with call.rendezvous("opening the checkpoint to export") as rendezvous:
+        # Process 0 deletes a temporary checkpoint only after all have opened it, so that all raise the same error.
+        with rendezvous.joined_by_all(), call.watchdog.operation(f"opening {checkpoint}"):
+            source = renamed_source(source_at(checkpoint, options), rename, select)
+        rendezvous.barrier()
+    return source
 
 
 class ExportedFolder(SharedPath):
@@ -138,7 +125,10 @@ class ExportedFolder(SharedPath):
         *,
         overwrite: bool,
     ) -> None:
-        target = require_folder(path)
+        self._target = target = require_folder(path)
+        self._plan_folder = plan_folder
+        self._rename = rename
+        self._overwrite = require_bool(overwrite, "overwrite")
         self._draft = contextlib.ExitStack()
         """Holds the folder of this save's own with the temporary checkpoint. In process 0."""
 
@@ -148,7 +138,6 @@ class ExportedFolder(SharedPath):
         # `begin` sets the folder. Messages and results name the one that the user has given.
         self._store = ExportStore(target, target, options.io, options.timeout_seconds)
         super().__init__(self._store, overwrite=True)
-        self._writer = FolderWriter(target, plan_folder, None, rename, require_bool(overwrite, "overwrite"))
 
     def check(self, request: SaveRequest) -> None:
         if request.metadata is not None or request.process_state is not None:
@@ -156,14 +145,14 @@ class ExportedFolder(SharedPath):
         self._require_replaceable()
 
     def _require_replaceable(self) -> None:
-        target = self._writer.target
-        if os.path.islink(target) and self._writer.overwrite:
+        target = self._target
+        if os.path.islink(target) and self._overwrite:
             raise CheckpointExistsError(
                 f"{target} is a symbolic link to {os.readlink(target)}, and overwriting it would replace the link: give"
                 " that path, or delete the link first"
             )
         if os.path.lexists(target):
-            require_replaceable(target, self._store.folder, self._writer.overwrite)
+            require_replaceable(target, self._store.folder, self._overwrite)
 
     def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
         return super().plan(with_single_writers([*arrays]), options, process, processes)
@@ -180,8 +169,8 @@ class ExportedFolder(SharedPath):
                     ahead.fill()
             rendezvous.gather("")
             if call.index == 0:
-                with call.watchdog.operation(f"preparing {self._writer.target}"):
-                    draft = self._draft.enter_context(draft_folder(self._writer.target))
+                with call.watchdog.operation(f"preparing {self._target}"):
+                    draft = self._draft.enter_context(draft_folder(self._target))
             checkpoint = os.path.join(rendezvous.broadcast(draft), "checkpoint")
         self.store = self._store = replace(self._store, folder=checkpoint)
         save_id, transaction = super().begin(save, ahead)
@@ -193,16 +182,16 @@ class ExportedFolder(SharedPath):
                 plan = functools.partial(plan_writes, source, files, save.plan, folder)
                 coherent = ""
                 if call.index == 0:
-                    coherent = _COHERENT if call.count == 1 or is_coherent(checkpoint) else "no"
-                    cannot = translate_os_errors(f"cannot write {self._writer.target}")
+                    coherent = "yes" if call.count == 1 or is_coherent(checkpoint) else ""
+                    cannot = translate_os_errors(f"cannot write {self._target}")
                     with call.watchdog.operation(f"preparing {folder}"), cannot:
-                        plan(is_coherent=coherent == _COHERENT).create(files)
+                        plan(is_coherent=bool(coherent)).create(files)
                 coherent = begin_exchanges(rendezvous, save, coherent)
         except BaseException:
             if transaction is not None:
                 transaction.close()
             raise
-        self.store = self._store = replace(self._store, direct=plan(is_coherent=coherent == _COHERENT))
+        self.store = self._store = replace(self._store, direct=plan(is_coherent=bool(coherent)))
         self._view = source
         return save_id, transaction
 
@@ -210,31 +199,27 @@ class ExportedFolder(SharedPath):
         """The tensors of the tree that is saved, whose data cannot be read, and their files."""
         manifest = compose_manifest("", save.plan, save.draft, [WrittenShare([], 0, None, {}, "")] * save.call.count)
         rows = [[UnwrittenRow(stack.name, row) for row in range(stack.rows)] for stack in save.plan.stacks]
-        source = renamed_source(ForeignCheckpoint(self._store.url, manifest, rows), self._writer.rename)
+        source = renamed_source(ForeignCheckpoint(self._store.url, manifest, rows), self._rename)
         try:
-            return source, self._writer.plan_folder(source, save.options, report_nothing)
+            return source, self._plan_folder(source, save.options, report_nothing)
         except TreeError as error:
             error.add_note("jaxckpt: a save has no select=; rename=Rules([], drop=[…], keep=True) leaves leaves out")
             raise
 
     def finish(self, save: PreparedSave, published: PublishResult) -> None:
-        call, writer, direct = save.call, self._writer, self._store.direct
+        call, direct = save.call, self._store.direct
         assert direct is not None
-        source = writer.open(call, self._store.folder, save.options) if direct.stored else self._view
+        source = open_view(call, self._store.folder, save.options, self._rename) if direct.stored else self._view
         files = direct.files(save.plan)
-        _write_files(call, source, direct, files, writer.target, writer.plan_folder, save.options)
+        _write_files(call, source, direct, files, self._target, self._plan_folder, save.options)
         with call.rendezvous("publishing the export") as rendezvous:
             rendezvous.gather("")
             if call.index == 0:
-                with call.watchdog.operation(f"publishing {writer.target}"):
+                with call.watchdog.operation(f"publishing {self._target}"):
                     self._require_replaceable()
-                    with replacing(writer.target) as draft:
+                    with replacing(self._target) as draft:
                         os.rename(direct.folder, draft)
             rendezvous.broadcast("")
-
-
-_COHERENT = "coherent"
-"""What process 0 tells the others if the processes may write into the same files."""
 
 
 def require_folder(path: str | os.PathLike[str]) -> str:

@@ -38,10 +38,10 @@ from jaxckpt._formats.rank_files import (
     paths_of,
 )
 from jaxckpt._formats.safetensors import read_header
-from jaxckpt._formats.shards import FileData, from_boxes, from_ranks, replicated, tiled
+from jaxckpt._formats.shards import FileData, from_boxes, from_ranks, replicated, tiled_flat
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
-from jaxckpt._model.grid import Box, Spec, extent, flat_boxes, pieces_along, volume
+from jaxckpt._model.grid import Box, Spec, pieces_along
 from jaxckpt._model.paths import escape_key
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, with_files
@@ -151,7 +151,7 @@ def mindspore_ranks(
 _Dims = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 
 
-class Layout(msgspec.Struct, frozen=True):
+class ArrayLayout(msgspec.Struct, frozen=True):
     """The layout of an array on the devices of a pipeline stage."""
 
     dev_matrix: _Dims
@@ -181,7 +181,7 @@ class Layout(msgspec.Struct, frozen=True):
     """The global shape; only in JSON files."""
 
 
-Strategy = dict[int, dict[str, Layout]]
+Strategy = dict[int, dict[str, ArrayLayout]]
 """The layouts of each pipeline stage, by name."""
 
 
@@ -192,7 +192,7 @@ class _Operator(msgspec.Struct, frozen=True):
 class _StrategyFile(msgspec.Struct, frozen=True):
     """The parts of a strategy file, protobuf or JSON, that are read."""
 
-    parallel_layout_item: dict[str, Layout]
+    parallel_layout_item: dict[str, ArrayLayout]
     parallel_strategy_item: dict[str, _Operator] = {}
 
 
@@ -271,7 +271,7 @@ def _devices_per_stage(strategy: Strategy) -> int:
     return count
 
 
-def _assemble_array(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_stages: int) -> ForeignArray:
+def _assemble_array(name: str, shards: Mapping[int, ForeignArray], layout: ArrayLayout, n_stages: int) -> ForeignArray:
     """The global array from the shards of a stage's ranks."""
     rank = len(next(iter(shards.values())).shape)
     if max(layout.tensor_map, default=-1) < 0 and not layout.opt_weight_shard_step:
@@ -300,7 +300,7 @@ def _assemble_array(name: str, shards: Mapping[int, ForeignArray], layout: Layou
     return array
 
 
-def _optimizer_shards(name: str, layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _optimizer_shards(name: str, layout: ArrayLayout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """The sides of the device grid, extended by the optimizer's own split of rows; and for each dimension of the array,
     the dimensions of that grid that split it, counted from the right.
 
@@ -426,18 +426,13 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: OpenFile)
         raise DataError(f"{where} has {n_bytes} bytes, expected {expected} of {first.type}{list(shape)}")
     if len(runs) == 1:
         return ForeignArray(dtype, shape, FileData(path, offset, dtype, shape))
-    pieces: list[tuple[Box, FileData]] = []
-    element = 0
+    chunks: list[ForeignArray] = []
     for run in runs:
         count, rest = divmod(run.n_bytes, size)
         if rest:
             raise DataError(f"{where} is split over several values, one of which ends in the middle of an element")
-        offset = run.content[0]
-        for box in flat_boxes(shape, element, element + count):
-            pieces.append((box, FileData(path, offset, dtype, extent(box))))
-            offset += size * volume(box)
-        element += count
-    return ForeignArray(dtype, shape, tiled(escape_key(tag), shape, pieces))
+        chunks.append(ForeignArray(dtype, (count,), FileData(path, run.content[0], dtype, (count,))))
+    return ForeignArray(dtype, shape, tiled_flat(escape_key(tag), shape, chunks))
 
 
 # Strategies as messages -----------------------------------------------------------------------------------

@@ -406,14 +406,15 @@ def _gemma(table: str) -> str:
     return table.replace("/scale", "/weight")
 
 
+_TIED: Mapping[str, Any] = {"tie_word_embeddings": True}
+
 _LLAMA4_TEXT = Tower(table=_MODEL + _ATTENTION + _LLAMA4 + _NORMS)
 _GEMMA3_TEXT = Tower(
     table=_gemma(_MODEL + _ATTENTION + _HEAD_NORMS + _MLP + _GEMMA2_NORMS),
-    settings={"tie_word_embeddings": True, "num_attention_heads": 8, "head_dim": 256},
+    settings={**_TIED, "num_attention_heads": 8, "head_dim": 256},
 )
 _GPT_OSS_TOWER = Tower(table=_MODEL + _ATTENTION + _GPT_OSS + _NORMS, settings={"attention_bias": True})
 
-_TIED: Mapping[str, Any] = {"tie_word_embeddings": True}
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers")
 
 
@@ -466,20 +467,15 @@ FAMILIES: Mapping[str, Sequence[Tower]] = {
     "mistral": (Tower(table=_LLAMA),),
     "qwen2": (Tower(table=_LLAMA, settings={"qkv_bias": True}),),
     "qwen3": (Tower(table=_LLAMA + _HEAD_NORMS),),
-    "gemma": (Tower(table=_gemma(_LLAMA), settings={"tie_word_embeddings": True}),),
-    "gemma2": (
-        Tower(
-            table=_gemma(_MODEL + _ATTENTION + _MLP + _GEMMA2_NORMS),
-            settings={"tie_word_embeddings": True},
-        ),
-    ),
+    "gemma": (Tower(table=_gemma(_LLAMA), settings=_TIED),),
+    "gemma2": (Tower(table=_gemma(_MODEL + _ATTENTION + _MLP + _GEMMA2_NORMS), settings=_TIED),),
     "gemma3_text": (_GEMMA3_TEXT,),
     "gpt2": (
         Tower(
             table=_GPT2 + _TASKS,
             prefixes=("transformer.", ""),
             layers="h.{i}",
-            settings={"tie_word_embeddings": True},
+            settings=_TIED,
             keys={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"},
         ),
     ),

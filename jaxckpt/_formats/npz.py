@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxckpt._formats.export import arrays_of, names_of, raw, recorded_paths, tree_of_names
 from jaxckpt._formats.index_files import located_together, reads_files
-from jaxckpt._formats.npy import MAX_HEADER_BYTES, NpyHeader, array_of, read_npy_header
+from jaxckpt._formats.npy_file import MAX_HEADER_BYTES, NpyHeader, array_of, read_npy_header, write_npy_header
 from jaxckpt._formats.shards import FileData, c_strides, f_strides
 from jaxckpt._formats.zips import READ_BYTES, Member, first_name, opened_archive
 from jaxckpt._keywords import explain_keywords
@@ -139,9 +139,8 @@ def _array(path: str, name: str, handle: OpenFile, member: Member, void: str | N
     if member.deflated:
         return array_of(record, lambda dtype: Deflated(member, start, dtype, shape, fortran), void)
     strides = f_strides(shape) if fortran else None
-    return array_of(
-        record, lambda dtype: Uncompressed(path, member.offset + start, dtype, shape, strides, member), void
-    )
+    offset = member.offset + start
+    return array_of(record, lambda dtype: Uncompressed(path, offset, dtype, shape, strides, member=member), void)
 
 
 def _text(where: str, raw: bytes, member: Member, record: NpyHeader) -> str | bytes:
@@ -156,11 +155,11 @@ def _text(where: str, raw: bytes, member: Member, record: NpyHeader) -> str | by
 class Uncompressed(FileData):
     """An array in an uncompressed member."""
 
-    member: Member | None = None
+    member: Member = field(kw_only=True)
 
     def read(self, box: Box, target: Array) -> None:
         FileData.read(self, box, target)
-        if self.member is None or target.shape != self.shape:
+        if target.shape != self.shape:
             return
         stored = as_bits(target) if self.strides is None else as_bits(target).T
         if not stored.flags.c_contiguous:
@@ -171,8 +170,7 @@ class Uncompressed(FileData):
         self.member.require_crc32(zlib.crc32(stored.reshape(-1).view(np.uint8).data, zlib.crc32(head)))
 
     def check(self) -> None:
-        if self.member is not None:
-            self.member.check()
+        self.member.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +265,7 @@ def write_npz(source: Source, path: str, options: Options, report: Report) -> No
             info.comment = paths.get(name, "").encode()
             with archive.open(info, "w", force_zip64=True) as member:
                 dtype = npy_dtype(data.dtype)
-                described = {"descr": dtype.str, "fortran_order": False, "shape": tuple(data.shape)}
-                np.lib.format.write_array_header_1_0(member, described)
+                write_npy_header(member, dtype, data.shape)
                 for slab in data.slabs() if isinstance(data, StoredArray) else [data]:
                     member.write(raw(slab.astype(dtype, copy=False)).data)
 

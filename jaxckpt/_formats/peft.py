@@ -25,7 +25,7 @@ from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import Options
 from jaxckpt._rules.apply_rule import SourceLeaves
 from jaxckpt._rules.mapped_data import ComputedData
-from jaxckpt._rules.rule import Rule, paths_in
+from jaxckpt._rules.rule import Rule, matching_paths, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
@@ -66,7 +66,7 @@ def lora_rules(adapter: str | os.PathLike[str], *, base: str | os.PathLike[str],
         module = source.removesuffix(".weight")
         if not (source.endswith(".weight") and target.endswith("/kernel")):
             continue
-        if not (_has(names, f"{_START}{module}.lora_A.weight") if names else _is_target(module, config)):
+        if not (matching_paths(f"{_START}{module}.lora_A.weight", names) if names else _is_target(module, config)):
             continue
         if len(paths_in(rule.target)) > 1:
             raise InputError(f"{source} is split into several leaves, for which jaxckpt has no LoRA rules")
@@ -230,8 +230,3 @@ def _is_target(module: str, config: _Adapter) -> bool:
         return re.fullmatch(targets, module) is not None
     ends = (re.sub(r"\d+", "0", target) for target in targets)  # PEFT may name the modules of each layer
     return any(module == end or module.endswith(f".{end}") for end in ends)
-
-
-def _has(names: Any, name: str) -> bool:
-    pattern = re.compile(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(name)))
-    return any(map(pattern.fullmatch, names))

@@ -1,6 +1,6 @@
 """Checkpoints of one file per rank, without a format: the caller specifies which file holds which box of which array.
 
-files ─▶ the arrays of each rank ─▶ their boxes, from a mesh and specs or from explicit offsets ─▶ Foreign
+files ─▶ the arrays of each rank ─▶ their boxes, from a mesh and specs or from explicit offsets ─▶ ForeignCheckpoint
 """
 
 from __future__ import annotations

@@ -32,15 +32,18 @@ from jaxckpt._formats.export import (
     write_json,
 )
 from jaxckpt._formats.index_files import (
+    STEMS,
     Index,
+    complete_series,
     convert_checked,
     from_json,
     index_counts,
+    merged,
+    preferred,
     read_indexed,
     read_json,
     several_indices_error,
 )
-from jaxckpt._formats.model_folder import STEMS, complete_series, merged, preferred
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._formats.shards import FileData
 from jaxckpt._model.dtypes import DTYPES

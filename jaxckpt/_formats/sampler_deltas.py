@@ -50,21 +50,6 @@ def version_name(number: int) -> str:
     return f"weight_v{number:06d}"
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """What a `Publisher` publishes, as a step of its own directory."""
-
-    version: int
-    is_full: bool
-    """Whether the step has the weights, and not their differences from the last publication."""
-
-    oldest: int
-    """The oldest version that is kept."""
-
-    step: int
-    """The training step."""
-
-
 class SamplerDeltas:
     """Writes the versions. Every process has one, and calls `write` for each publication, in order."""
 
@@ -78,7 +63,7 @@ class SamplerDeltas:
 
         self._version = -1
 
-    def write(self, publication: Publication, call: Call, checkpoint: str, options: Options) -> None:
+    def write(self, publication: PublishedVersion, call: Call, checkpoint: str, options: Options) -> None:
         """Write the version of a publication. Every process, in a lane."""
         target = os.path.join(self._directory, version_name(publication.version))
         draft = os.path.join(self._directory, f".{version_name(publication.version)}")
@@ -117,7 +102,7 @@ class SamplerDeltas:
         self._version = publication.version
 
     def _write_own(
-        self, path: str, own: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]], publication: Publication
+        self, path: str, own: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]], publication: PublishedVersion
     ) -> list[str]:
         """Write this process's tensors, or their differences. Returns the names in the file."""
         metadata: dict[str, str] = {"format": "pt"}
@@ -145,7 +130,7 @@ class SamplerDeltas:
         sync_path(path)
         return [*tensors]
 
-    def _finish(self, draft: str, written: list[str], publication: Publication, total: int) -> None:
+    def _finish(self, draft: str, written: list[str], publication: PublishedVersion, total: int) -> None:
         """Write the index, and the other files of a full version. Process 0."""
         weight_map = {name: file for file, *names in (text.split("\0") for text in written) for name in names}
         index: dict[str, Any] = {"total_size": total}
@@ -174,21 +159,29 @@ class SamplerDeltas:
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(StepExport):
-    """The version of one publication."""
+    """What a `Publisher` publishes, as a step of its own directory."""
 
     deltas: SamplerDeltas
-    publication: Publication
+    version: int
+    is_full: bool
+    """Whether the step has the weights, and not their differences from the last publication."""
+
+    oldest: int
+    """The oldest version that is kept."""
+
+    step: int
+    """The training step."""
 
     def write(self, call: Call, checkpoint: str, options: Options) -> None:
-        self.deltas.write(self.publication, call, checkpoint, options)
+        self.deltas.write(self, call, checkpoint, options)
 
 
 def require_rules(rules: object) -> Rules | None:
     """Rules that only move elements, because they are also applied to differences. Raises InputError for others."""
-    if rules is None or not isinstance(rules, Rules):
-        if rules is not None:
-            raise InputError(f"rules must be jaxckpt.rules.Rules, found {type(rules).__name__}")
+    if rules is None:
         return None
+    if not isinstance(rules, Rules):
+        raise InputError(f"rules must be jaxckpt.rules.Rules, found {type(rules).__name__}")
     for rule in rules.rules:
         computes = rule.dtype or rule.scales or rule.packed or rule.resized or (rule.scale, rule.offset) != (1.0, 0.0)
         if computes:
@@ -218,7 +211,9 @@ def _encoded(encoding: Encoding, words: Array, difference: Array) -> Array:
     return np.concatenate([count.view(np.uint8), positions.view(np.uint8), words.view(np.uint8)[positions]])
 
 
-def _patch_metadata(tensors: Mapping[str, Array], own: Mapping[str, Array], publication: Publication) -> dict[str, str]:
+def _patch_metadata(
+    tensors: Mapping[str, Array], own: Mapping[str, Array], publication: PublishedVersion
+) -> dict[str, str]:
     """TRL's metadata of a patch."""
     total = sum(words.size for words in own.values())
     changed = sum(data.size for name, data in tensors.items() if publication.is_full or name.endswith(".val"))

@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from jaxckpt._model.grid import (
     Box,
     Spec,
     extent,
+    flat_boxes,
     pieces_along,
     show_box,
     spec_box,
@@ -27,7 +29,7 @@ from jaxckpt._model.grid import (
 )
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import MeshRecord
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, Replicas, Tiled
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, InMemoryData, Replicas, Tiled
 from jaxckpt._store.foreign_files import OpenFile, opened
 from jaxckpt.errors import DataError, SpecError, show_lines, show_path
 
@@ -208,6 +210,31 @@ def tiled(path: str, shape: Sequence[int], pieces: Iterable[tuple[Box, ArrayData
     filled = [(box, data) for box, data in pieces if volume(box)]
     require_cover(path, shape, [box for box, _ in filled])
     return filled[0][1] if len(filled) == 1 else Tiled(filled)
+
+
+def tiled_flat(path: str, shape: tuple[int, ...], chunks: Iterable[ForeignArray]) -> ArrayData:
+    """The data of an array from its elements in C order, in chunks of one dimension, each in memory or in a file.
+
+    Raises DataError unless they are all of its elements.
+    """
+    pieces: list[tuple[Box, ArrayData]] = []
+    start = 0
+    for chunk in chunks:
+        at = 0
+        for box in flat_boxes(shape, start, start + chunk.shape[0]):
+            pieces.append((box, _reshaped(chunk, at, box)))
+            at += volume(box)
+        start += chunk.shape[0]
+    return tiled(path, shape, pieces)
+
+
+def _reshaped(chunk: ForeignArray, start: int, box: Box) -> ArrayData:
+    """The elements of a chunk from number `start` on, which fill a box of an array."""
+    if isinstance(chunk.data, FileData):
+        offset = chunk.data.offset + start * DTYPES[chunk.dtype].itemsize
+        return FileData(chunk.data.path, offset, chunk.dtype, extent(box))
+    array = cast("InMemoryData", chunk.data).array
+    return InMemoryData(array[start : start + volume(box)].reshape(extent(box)))
 
 
 def require_cover(path: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import KW_ONLY, dataclass
 
 from jaxckpt._formats.export import StepExport
-from jaxckpt._formats.live_export import FolderWriter, require_folder
+from jaxckpt._formats.live_export import open_view, require_folder, write_folder
 from jaxckpt._formats.safetensors import plan_safetensors
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_names
@@ -55,5 +55,5 @@ class Export(StepExport):
 
     def write(self, call: Call, checkpoint: str, options: Options) -> None:
         target = require_folder(self.path)
-        writer = FolderWriter(target, plan_safetensors, self.select, self.rename, self.overwrite)
-        writer.write(call, checkpoint, options)
+        source = open_view(call, checkpoint, options, self.rename, self.select)
+        write_folder(call, source, target, plan_safetensors, options, overwrite=self.overwrite)

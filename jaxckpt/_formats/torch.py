@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from jaxckpt._formats.index_files import require_length
-from jaxckpt._formats.model_folder import STEMS, complete_series, merged, preferred
+from jaxckpt._formats.index_files import STEMS, complete_series, merged, preferred, require_length
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unpickle_at, unreadable
 from jaxckpt._formats.shards import FileData
@@ -91,12 +90,16 @@ def open_torch(path: str) -> ForeignCheckpoint:
     """A file that torch.save wrote, as a checkpoint. Raises DataError, StorageError."""
     if not is_folder(path):
         return compose(path, _read_file(path), "torch")
-    contents: dict[str, Mapping[Any, Any]] = {}
-    for name in _model_files(list_names(path)):
-        contents[name] = _read_file(file := os.path.join(path, name))
-        if not isinstance(contents[name], Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise DataError(f"{file} holds a {type(contents[name]).__name__}, expected a dict of tensors")
-    return compose(path, merged(contents), "torch")
+    files = [os.path.join(path, name) for name in _model_files(list_names(path))]
+    return compose(path, merged({file: read_tensors(file) for file in files}), "torch")
+
+
+def read_tensors(path: str) -> dict[Any, Any]:
+    """The tensors in a file of torch.save, by name. Raises DataError, StorageError."""
+    tensors = _read_file(path)
+    if not isinstance(tensors, dict):
+        raise DataError(f"{path} holds a {type(tensors).__name__}, expected a dict of tensors")
+    return cast("dict[Any, Any]", tensors)
 
 
 def _read_file(path: str) -> Any:

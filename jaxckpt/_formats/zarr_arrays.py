@@ -125,17 +125,14 @@ def read_metadata(
     Raises DataError if a name leads out of the folder, or an array is damaged; StorageError.
     """
     require_inside(folder, leaves)
-    file, parse = _PARSERS[driver]
+    file, _ = _PARSERS[driver]
     arrays: dict[str, ForeignArray] = {}
     texts = folder.read_all([f"{name}/{file}" if name else file for name in leaves])
     for (name, leaf), text in zip(leaves.items(), texts, strict=True):
         if text is not None:
             what = f"{folder.path}: the Zarr metadata of {leaf}"
             metadata = from_json(what, text, dict[str, Any])
-            dtype, shape, chunk = parse(what, metadata)
-            mark = folder.mark_of(f"{name}/{file}")
-            data = ZarrArray(folder, name, driver, metadata, strict, mark)
-            arrays[name] = ForeignArray(dtype, shape, data, chunk=chunk)
+            arrays[name] = _array(folder, name, what, metadata, driver, strict=strict, clip=False)
     return arrays
 
 
@@ -146,8 +143,14 @@ def described_array(
     dtype = metadata.get("dtype" if driver == "zarr" else "data_type")
     if not isinstance(dtype, str) or (dtype_name_of(dtype) if driver == "zarr" else dtype) not in DTYPES:
         return None
+    return _array(folder, name, what, metadata, driver, strict=strict, clip=True)
+
+
+def _array(
+    folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], driver: Driver, *, strict: bool, clip: bool
+) -> ForeignArray:
     file, parse = _PARSERS[driver]
-    dtype, shape, chunk = parse(what, metadata, clip=True)
+    dtype, shape, chunk = parse(what, metadata, clip=clip)
     mark = folder.mark_of(f"{name}/{file}")
     return ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict, mark), chunk=chunk)
 

@@ -23,7 +23,7 @@ FORMAT = "jaxckpt"
 
 VERSION = 1
 
-MAX_INDEX_BYTES = 64 << 20
+MAX_OBJECT_INDEX_BYTES = 64 << 20
 """Largest index of an object, which tensorstore holds in memory: 4 million chunks."""
 
 MAX_TIED = 256
@@ -248,7 +248,7 @@ def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
         yield f"{where} has a zarr.json that does not match its shape, dtype, chunk and object"
         return
     index_bytes, chunk_bytes = stack.index_bytes, stack.chunk_stored_bytes
-    if index_bytes > MAX_INDEX_BYTES:
+    if index_bytes > MAX_OBJECT_INDEX_BYTES:
         yield f"{where} has {stack.chunks_per_object} chunks in each object"
         return
     if not count:

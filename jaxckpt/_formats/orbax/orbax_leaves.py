@@ -14,6 +14,7 @@ from jaxckpt._formats.index_files import from_json
 from jaxckpt._formats.orbax.orbax_aggregate import aggregated_values
 from jaxckpt._formats.orbax.orbax_records import (
     ARRAYS_FOLDER,
+    DATABASE_FILE,
     SHARDINGS_FILE,
     STRINGS_FILE,
     TREE_FILE,
@@ -80,7 +81,7 @@ def _string(path: str, strings: Any, keys: Keys) -> str:
 
 def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict[Keys, Any]:
     """The leaves that are arrays or Python numbers. The numbers are read here."""
-    ocdbt = exists(f"{path}/manifest.ocdbt") if record.use_ocdbt is None else record.use_ocdbt
+    ocdbt = exists(f"{path}/{DATABASE_FILE}") if record.use_ocdbt is None else record.use_ocdbt
     folder = ArrayFolder.at(path, ocdbt=ocdbt, mark=None if ocdbt else mark_of(path))
     names = {keys: ".".join(keys) for keys in leaves}
     driver: Driver = "zarr3" if record.use_zarr3 else "zarr"

@@ -26,7 +26,7 @@ from jaxckpt._formats.index_files import read_json
 from jaxckpt._model.paths import escape_key
 from jaxckpt._store.foreign_files import Mark, exists, is_visible_file, marked
 
-MAX_INDEX_BYTES = 1 << 30
+MAX_TREE_BYTES = 1 << 30
 """The largest index file, which has an entry for each leaf."""
 
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -40,6 +40,7 @@ V1_MARK = "orbax.checkpoint"
 """An empty file that Orbax v1 leaves in a step."""
 
 TREE_FILE = "_METADATA"
+DATABASE_FILE = "manifest.ocdbt"
 STRINGS_FILE = "_strings.json"
 SHARDINGS_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
@@ -52,14 +53,14 @@ AGGREGATE_FILE = "checkpoint"
 """Leaves in one file, before Orbax 0.6."""
 
 SAVE_FILES = {COMMITTED_MARK, STEP_FILE}
-TREE_DATA_FILES = {"manifest.ocdbt", SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER}
+TREE_DATA_FILES = {DATABASE_FILE, SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER}
 
 T = TypeVar("T")
 
 
 def read_optional(path: str, kind: type[T]) -> T | None:
     """A JSON file; None if it does not exist. Raises DataError if it is damaged, StorageError."""
-    return read_json(path, kind, MAX_INDEX_BYTES) if exists(path) else None
+    return read_json(path, kind, MAX_TREE_BYTES) if exists(path) else None
 
 
 def mark_of(path: str) -> Mark | None:
@@ -68,7 +69,7 @@ def mark_of(path: str) -> Mark | None:
     return next((marked(place) for place in places if is_visible_file(place)), None)
 
 
-class StepRecord(msgspec.Struct, frozen=True):
+class StepMetadata(msgspec.Struct, frozen=True):
     item_handlers: dict[str, str | None] | str | None = None
     init_timestamp_nsecs: int | None = None
     commit_timestamp_nsecs: int | None = None
@@ -96,7 +97,7 @@ HANDLERS = (
 OUR_HANDLER = "jaxckpt.orbax.Handler"
 
 
-class Key(msgspec.Struct, frozen=True):
+class KeyMetadata(msgspec.Struct, frozen=True):
     key: str
     key_type: Literal[1, 2]
     """1: an index of a list, tuple or custom node; 2: a key of a dict, a field of a namedtuple or custom node."""
@@ -111,7 +112,7 @@ class Value(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    key_metadata: list[Key]
+    key_metadata: list[KeyMetadata]
     value_metadata: Value
 
 

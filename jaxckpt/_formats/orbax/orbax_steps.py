@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -29,23 +29,20 @@ from jaxckpt._formats.orbax.orbax_records import (
     TREE_DATA_FILES,
     TREE_FILE,
     V1_MARK,
-    StepRecord,
+    StepMetadata,
     TreeRecord,
     read_optional,
 )
 from jaxckpt._formats.orbax.orbax_tree import read_tree
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
-from jaxckpt._model.leaves import SavedLeaf
-from jaxckpt._model.records import LeafRecord, Manifest
 from jaxckpt._model.tree import Tree, unflatten
-from jaxckpt._model.values import decode_value
 from jaxckpt._options import Options
+from jaxckpt._rules.apply_rule import SourceLeaves
 from jaxckpt._sources.compose import INFINITIES, compose, step_record
-from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, StackRow, as_foreign
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.foreign_files import exists, is_file, is_folder, is_visible_file, names_in, names_or_empty, store_of
-from jaxckpt._store.store import ArrayReader
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import DataError, NotACheckpointError, show_count, show_lines
 
@@ -123,7 +120,7 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
         raise NotACheckpointError(f"{path} {problem}")
     if kind == "step" and _items(path) == ["default"] and _is_jaxckpt_item(f"{path}/default"):
         ours = _native(f"{path}/default")
-        record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
+        record = read_optional(f"{path}/{STEP_FILE}", StepMetadata) or StepMetadata()
         custom = _as_json(record.custom_metadata) or ours.manifest.metadata
         metadata |= {} if custom is None else {"custom_metadata": custom}
         manifest = msgspec.structs.replace(ours.manifest, metadata=metadata or None, step=step_record(metadata))
@@ -223,7 +220,7 @@ def _unfinished_reason(path: str) -> str | None:
     """The reason why a step is incomplete: Orbax renames its folder at the end, or marks it on object stores."""
     if TEMPORARY in os.path.basename(path):
         return "is the folder of a save that is in progress or was interrupted"
-    record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
+    record = read_optional(f"{path}/{STEP_FILE}", StepMetadata) or StepMetadata()
     if record.commit_timestamp_nsecs is not None or exists(f"{path}/{COMMITTED_MARK}"):
         return None
     if _has_items(path, names_in(path), STEP_FILE):  # items that were saved separately, each with its own record
@@ -244,7 +241,7 @@ def _unfinished_reason(path: str) -> str | None:
 
 def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of a step, and its metadata."""
-    record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
+    record = read_optional(f"{path}/{STEP_FILE}", StepMetadata) or StepMetadata()
     if isinstance(record.item_handlers, str):  # the folder is the only item
         return _required_item(path, record.item_handlers)
     # Orbax v1 records in this file which item is being deleted.
@@ -388,13 +385,6 @@ def _native(path: str) -> NativeCheckpoint:
 def _open_jaxckpt_item(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item that jaxckpt has written, as part of a step, and its metadata."""
     source = _native(path)
-    manifest = source.manifest
-    readers = [source.array_reader(number) for number in range(len(manifest.stacks))]
-    tree = unflatten(manifest.tree, [_leaf_from_record(manifest, readers, record) for record in manifest.leaves])
+    manifest, leaves = source.manifest, SourceLeaves(source)
+    tree = unflatten(manifest.tree, [leaves.leaf(record.path) for record in manifest.leaves])
     return tree, {} if manifest.metadata is None else {"custom_metadata": manifest.metadata}
-
-
-def _leaf_from_record(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord) -> Any:
-    if record.stack is None or record.row is None:
-        return decode_value(record.kind, record.value or "")
-    return as_foreign(SavedLeaf(manifest, record), StackRow(readers[record.stack], record.row))

@@ -3,51 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
 
+from jaxckpt._formats.export import tree_of_keys
 from jaxckpt._formats.index_files import read_json
 from jaxckpt._formats.orbax.orbax_leaves import values_of
-from jaxckpt._formats.orbax.orbax_records import MAX_INDEX_BYTES, TREE_FILE, Keys, TreeRecord, path_of
+from jaxckpt._formats.orbax.orbax_records import MAX_TREE_BYTES, TREE_FILE, KeyMetadata, Keys, TreeRecord
 from jaxckpt._model.tree import MAX_DEPTH, Container, Tree, keys_of, unflatten
-from jaxckpt.errors import DataError, show_path
+from jaxckpt.errors import DataError
 
 
 def read_tree(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata."""
-    record = read_json(f"{path}/{TREE_FILE}", TreeRecord, MAX_INDEX_BYTES)
+    record = read_json(f"{path}/{TREE_FILE}", TreeRecord, MAX_TREE_BYTES)
     entries = {tuple(key.key for key in entry.key_metadata): entry for entry in record.tree_metadata.values()}
     if len(entries) < len(record.tree_metadata):
         raise DataError(f"{path}/{TREE_FILE} is damaged: two of its leaves have the same keys")
     if any(len(keys) > MAX_DEPTH for keys in entries):
         raise DataError(f"{path}: the tree is nested deeper than {MAX_DEPTH} containers")
     values = values_of(path, record, {keys: entry.value_metadata for keys, entry in entries.items()})
-    kinds = {keys: tuple(key.key_type for key in entry.key_metadata) for keys, entry in entries.items()}
     tree = _typed_tree(path, record.value_metadata_tree, values) if record.value_metadata_tree else None
     if tree is None:
-        tree = _tree(path, [(keys, kinds[keys], value) for keys, value in values.items()])
+        typed = {keys: tuple(_key(path, key) for key in entry.key_metadata) for keys, entry in entries.items()}
+        tree = tree_of_keys(path, [(typed[keys], value) for keys, value in values.items()])
     has_metadata = record.custom_metadata is not None and record.custom_metadata is not msgspec.UNSET
     return tree, {"custom_metadata": record.custom_metadata} if has_metadata else {}
 
 
-def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth: int = 0) -> Tree:
-    """A container, from the keys of its content; or a leaf."""
-    if len(entries) == 1 and len(entries[0][0]) == depth:
-        return entries[0][2]
-    below: dict[str, list[tuple[Keys, tuple[int, ...], Any]]] = {}
-    for entry in entries:
-        if len(entry[0]) > depth:  # otherwise an entry for an empty position that other entries fill
-            below.setdefault(entry[0][depth], []).append(entry)
-    where = f"{path}: the container at {show_path(path_of(entries[0][0][:depth]) if entries else '')}"
-    if {kinds[depth] for inside in below.values() for _, kinds, _ in inside} not in ({1}, {2}):
-        raise DataError(f"{where} mixes keys and indices")
-    if entries and next(iter(below.values()))[0][1][depth] == 2:
-        return {key: _tree(path, inside, depth + 1) for key, inside in below.items()}
-    if not all(str(number) in below for number in range(len(below))):
-        raise DataError(f"{where} has the indices {', '.join(list(below)[:20])}; expected 0 to {len(below) - 1}")
-    return [_tree(path, below[str(number)], depth + 1) for number in range(len(below))]
+def _key(path: str, key: KeyMetadata) -> str | int:
+    """A key of a dict or an index of a list. Raises DataError."""
+    if key.key_type == 2:
+        return key.key
+    if not re.fullmatch("0|[1-9][0-9]{0,8}", key.key):
+        raise DataError(f"{path}/{TREE_FILE} is damaged: {key.key[:80]!r} is not an index")
+    return int(key.key)
 
 
 def _typed_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
