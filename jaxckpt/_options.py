@@ -9,7 +9,7 @@ import reprlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from jaxckpt.errors import InputError
 if TYPE_CHECKING:
     from jaxckpt._pipeline.progress import Progress
 
+T = TypeVar("T")
 
 COMPRESSIONS = (None, "zstd", "blosc")
 """The values of `Options.compression`; None stores chunks uncompressed."""
@@ -186,6 +187,11 @@ def require_whole_number(value: object, what: str, *, minimum: int, maximum: int
         at_most = "" if maximum is None else f" and not above {maximum}"
         raise InputError(f"{what} must be a whole number {expected}{at_most}, found {reprlib.repr(value)}")
     return number
+
+
+def optional(require: Callable[..., T], value: object, what: str, **limits: int) -> T | None:
+    """None, or the value that `require` returns for an argument. Raises InputError."""
+    return None if value is None else require(value, what, **limits)
 
 
 def require_bool(value: object, what: str, where: str = "") -> bool:

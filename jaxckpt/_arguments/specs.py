@@ -99,8 +99,8 @@ def _lines_by_pattern(problems: Sequence[Problem]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((mask_numbers(problem.leaf or ""), problem.reason), []).append(problem)
-    for (pattern, reason), alike in groups.items():
-        yield str(alike[0]) if len(alike) == 1 else f"{show_path(pattern)} ({show_count(len(alike), 'leaf')}) {reason}"
+    for (pattern, reason), group in groups.items():
+        yield str(group[0]) if len(group) == 1 else f"{show_path(pattern)} ({show_count(len(group), 'leaf')}) {reason}"
 
 
 def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
@@ -122,7 +122,8 @@ def resolve_specs(
         return {}
     if isinstance(specs, Mesh):  # a Mesh is callable (as a decorator), and must not be taken for a function
         raise SpecError("specs is a mesh: pass it as mesh=, and PartitionSpecs as specs=")
-    if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
+    # A callable Equinox module is a pytree, not a function.
+    if callable(specs) and not isinstance(specs, PartitionSpec) and jax.tree_util.all_leaves([specs]):
         returned = ((path, specs(path, leaf)) for path, leaf in leaves)
         return {path: _require_spec(spec, path) for path, spec in returned if spec is not None or path not in on_host}
     if isinstance(specs, str) or _is_spec_entries(specs):
@@ -187,11 +188,6 @@ def _unused_error(prefix: str, paths: Sequence[str]) -> SpecError:
         return SpecError(problem)
     hint = closest_hint(prefix, candidates)
     return SpecError(f"specs has {show_path(prefix)}, but no leaf at or below that path is an array on devices{hint}")
-
-
-def _is_leaf(value: object) -> bool:
-    """Whether JAX treats it as a leaf. A callable Equinox module is a pytree."""
-    return jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(value))
 
 
 def _require_spec(spec: Any, path: str) -> Spec:

@@ -105,7 +105,7 @@ def renames(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     return mapping
 
 
-def require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[SpecRule]) -> None:
+def require_mesh_for_specs(mesh: Mapping[str, int] | None, rules: Sequence[SpecRule]) -> None:
     if rules and not mesh:
         raise click.UsageError("--specs needs --mesh, which defines the axes")
 

@@ -30,8 +30,9 @@ from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.workers import submit
 from jaxckpt._run_folder.incidents import Incident, read_incidents
+from jaxckpt._run_folder.pins import pins
 from jaxckpt._run_folder.run_paths import steps_of
-from jaxckpt._run_folder.steps import is_step, pins
+from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.compose import metrics_of_another_library
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.store import Store
@@ -40,7 +41,7 @@ from jaxckpt.errors import CorruptError, InputError, NotACheckpointError, Storag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ListingEntry:
     """A checkpoint or a run in a listing. Its fields, in this order, form its JSON."""
 
     name: str
@@ -103,7 +104,7 @@ def ls(path: str, as_json: bool) -> None:
 _SHOWN_FAILURES = 5
 
 
-def _failed_saves(path: str, entries: Sequence[Entry]) -> list[tuple[int | None, str]]:
+def _failed_saves(path: str, entries: Sequence[ListingEntry]) -> list[tuple[int | None, str]]:
     """The steps of the run at a path that were not saved, and do not exist now, each with the reason."""
     steps = {entry.step for entry in entries}
     incidents = _incidents(store_at(path, Options()))
@@ -119,7 +120,7 @@ def _incidents(run: Store) -> list[Incident]:
         return []
 
 
-def _row(entry: Entry) -> list[str]:
+def _row(entry: ListingEntry) -> list[str]:
     return [
         entry.name,
         entry.format or entry.status,
@@ -134,7 +135,7 @@ def _row(entry: Entry) -> list[str]:
     ]
 
 
-def list_checkpoints(path: str) -> list[Entry]:
+def list_checkpoints(path: str) -> list[ListingEntry]:
     """The checkpoint at a path, the steps of a run, or the checkpoints and runs in a folder.
 
     Raises NotACheckpointError without any.
@@ -170,7 +171,7 @@ def list_checkpoints(path: str) -> list[Entry]:
     return [replace(entry, incidents=_kinds_of(entry, incidents)) for entry in entries]
 
 
-def _kinds_of(entry: Entry, incidents: Sequence[Incident]) -> list[str]:
+def _kinds_of(entry: ListingEntry, incidents: Sequence[Incident]) -> list[str]:
     """The kinds of incidents of a step since it was saved. Those before concern an earlier save of the step."""
     saved = entry.created or ""  # both times are texts in UTC with milliseconds
     return list(dict.fromkeys(found.kind for found in incidents if found.step == entry.step and found.time >= saved))
@@ -204,14 +205,14 @@ def _holds_checkpoints(path: str, store: Store) -> bool:
     return are_items_separate or True in store.folders().values() or any(map(_count_steps, inside))
 
 
-def _entries(are_checkpoints: Mapping[str, bool], pinned: Mapping[str, int] | None = None) -> list[Entry]:
+def _entries(are_checkpoints: Mapping[str, bool], pinned: Mapping[str, int] | None = None) -> list[ListingEntry]:
     """The checkpoints and runs at these paths, finished or not.
 
     A path whose value is true holds a checkpoint, and is therefore no run. `pinned` has the pinned steps of their run,
     by name.
     """
 
-    def read() -> list[Entry | None]:
+    def read() -> list[ListingEntry | None]:
         # Concurrently, because on network storage each takes several round trips.
         entries = [submit(functools.partial(_entry, path, pinned, known)) for path, known in are_checkpoints.items()]
         return [entry.result() for entry in entries]
@@ -220,9 +221,9 @@ def _entries(are_checkpoints: Mapping[str, bool], pinned: Mapping[str, int] | No
     return [entry for entry in found if entry is not None]
 
 
-def _entry(path: str, pinned: Mapping[str, int] | None, is_checkpoint: bool) -> Entry | None:
+def _entry(path: str, pinned: Mapping[str, int] | None, is_checkpoint: bool) -> ListingEntry | None:
     name = os.path.basename(path.rstrip("/"))
-    entry = Entry(name=name, path=path, step=int(name) if name.isdecimal() else None)
+    entry = ListingEntry(name=name, path=path, step=int(name) if name.isdecimal() else None)
     try:
         entry = replace(entry, steps=None if is_checkpoint else _count_steps(path) or None)
         checkpoint = open_checkpoint(path)
@@ -246,7 +247,7 @@ def _entry(path: str, pinned: Mapping[str, int] | None, is_checkpoint: bool) -> 
     )
 
 
-def _step(entry: Entry, checkpoint: Checkpoint) -> int | None:
+def _step(entry: ListingEntry, checkpoint: Checkpoint) -> int | None:
     """The training step of a checkpoint, or of the newest checkpoint of a run."""
     if checkpoint.step is not None:
         return checkpoint.step
@@ -256,7 +257,7 @@ def _step(entry: Entry, checkpoint: Checkpoint) -> int | None:
     return entry.step
 
 
-def _names_of(entry: Entry, checkpoint: Checkpoint, pinned: Mapping[str, int] | None) -> list[str]:
+def _names_of(entry: ListingEntry, checkpoint: Checkpoint, pinned: Mapping[str, int] | None) -> list[str]:
     """The names by which a step is pinned, or for a run those of all its steps."""
     if checkpoint.format != "jaxckpt":
         return []

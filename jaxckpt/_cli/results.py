@@ -11,6 +11,7 @@ import click
 
 from jaxckpt._cli.arguments import SpecRule
 from jaxckpt._cli.inputs import progress_options, rules_of, spec_tree, worker_processes
+from jaxckpt._cli.main import UNSUPPORTED
 from jaxckpt._cli.terminal import (
     Column,
     number_column,
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from jaxckpt._inspect.diff import Delta, LeafDelta
     from jaxckpt._inspect.restore_plan import ProcessPlan, RestorePlan
 
-
-UNSUPPORTED = 6
-"""The exit code of `verify` for leaves that cannot be read although they are not damaged."""
 
 _SHOWN_ROWS = 40
 """The most processes or leaves in a plan. The others are only counted."""

@@ -291,13 +291,13 @@ def _group_runs(node: _Node, one_mesh: bool) -> list[list[str]]:
     runs: list[list[str]] = []
     previous: Any = None
     for name in node:
-        alike = form(node[name])
+        own = form(node[name])
         # Leaves with different names differ, unless the names are numbers.
-        if runs and alike == previous and alike != (None,) and (isinstance(node[name], dict) or name.isdecimal()):
+        if runs and own == previous and own != (None,) and (isinstance(node[name], dict) or name.isdecimal()):
             runs[-1].append(name)
         else:
             runs.append([name])
-        previous = alike
+        previous = own
     return [group for run in runs for group in ([run] if len(run) > 2 else [[name] for name in run])]
 
 

@@ -1,33 +1,34 @@
-"""`convert`, `report`, `integrate`, `repair`, `pin`, `unpin`, `fork` and `rm`: the commands that write or delete."""
+"""The commands that write or delete, from `convert` to `rm`."""
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import click
 
-from jaxckpt._cli.arguments import SpecRule, renames, require_mesh
+from jaxckpt._cli.arguments import SpecRule, renames, require_mesh_for_specs
 from jaxckpt._cli.inputs import progress_options, require_writable, rules_of, spec_tree, worker_processes
 from jaxckpt._cli.terminal import print_done, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._convert.convert import convert as convert_checkpoint
-from jaxckpt._convert.convert import integrate as integrate_ranks
 from jaxckpt._formats.average import average as averaged
 from jaxckpt._formats.peft import merge_lora as merged
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._inspect.verify import repair as repair_manifests
-from jaxckpt._inspect.verify import way_out
+from jaxckpt._inspect.verify import repair_remedy
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
+from jaxckpt._run_folder.metrics import clear_step
+from jaxckpt._run_folder.pins import pin_step, pins, require_unpinned, unpin_name
 from jaxckpt._run_folder.run_paths import resolve_step, run_and_name, steps_of
-from jaxckpt._run_folder.steps import is_link, is_step, pins, require_unpinned, step_name
+from jaxckpt._run_folder.steps import is_link, is_step, step_name
 from jaxckpt._runs.fork import fork_step
-from jaxckpt._runs.step_notes import pin_step, unpin_name
 from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import InputError, ManifestError, NotACheckpointError, StorageError
@@ -51,7 +52,7 @@ def convert(
     progress: bool,
     as_json: bool,
 ) -> None:
-    require_mesh(mesh, specs)
+    require_mesh_for_specs(mesh, specs)
     if rules and rename:
         raise click.UsageError("--rules gives every leaf its name: it cannot be used together with --rename")
     renaming = rules_of(source, rules, back_to) or renames(rename) or None
@@ -105,7 +106,7 @@ def report(
     progress: bool,
     as_json: bool,
 ) -> None:
-    require_mesh(mesh, specs)
+    require_mesh_for_specs(mesh, specs)
     require_writable(output, ".html", path, overwrite=overwrite)
     tree = spec_tree(open_checkpoint(path), specs) if specs else None
     options = replace(progress_options(progress), indivisible=indivisible)
@@ -116,7 +117,11 @@ def report(
 
 
 def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, progress: bool, as_json: bool) -> None:
-    integrate_ranks(old, new, strategy, n, overwrite=overwrite, options=progress_options(progress))
+    from jaxckpt._formats.mindspore import mindspore_ranks  # only this command needs it
+
+    ranks = mindspore_ranks({rank: os.path.join(f"node{rank}", old) for rank in range(n)}, strategy=strategy)
+    options = progress_options(progress)
+    convert_checkpoint(ranks, new, format="jaxckpt", overwrite=overwrite, options=options)
     print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
 
 
@@ -183,7 +188,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     except ManifestError as error:
         store = store_at(path, options)
         damaged = store if store.names() else resolve_step(store)  # run@40
-        raise ManifestError(f"{error}\n{way_out(damaged or store)}") from error
+        raise ManifestError(f"{error}\n{repair_remedy(damaged or store)}") from error
     _require_own_format(checkpoint, "rm deletes")  # another may have files that jaxckpt does not know
     path = checkpoint.path if "@" in path else path
     store = store_at(path, options)
@@ -193,8 +198,9 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
             f" {checkpoint.path} in it"
         )
     above = store.parent_and_name()
-    if above is not None and is_step(above[1]):
-        require_unpinned(above[0], int(above[1]))
+    run_and_step = (above[0], int(above[1])) if above is not None and is_step(above[1]) else None
+    if run_and_step is not None:
+        require_unpinned(*run_and_step)
     if not yes:
         summary = next(describe(checkpoint, checkpoint.leaves))
         link = "the link " if is_link(store) else ""
@@ -209,10 +215,10 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     if (manifest := store.read(MANIFEST)) is None:
         raise NotACheckpointError(f"{path} was deleted in the meantime")
     store.unpublish(sync=options.sync)
-    store.clear()
-    # A directory may have marks of steps, and this step may have been published again in the meantime.
-    if above and store.read(MANIFEST) is None:
-        above[0].unmark(above[1])
+    if run_and_step is None:
+        store.clear()
+    else:
+        clear_step(*run_and_step)
     left = store.names()
     if remains := [name for name in left if is_data_folder(name) and is_data_referenced(manifest, name)]:
         raise StorageError(

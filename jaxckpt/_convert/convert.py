@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -28,7 +26,6 @@ from jaxckpt._formats.average import Average
 from jaxckpt._formats.destination import replacing, require_replaceable
 from jaxckpt._formats.export import report_of
 from jaxckpt._formats.live_export import write_folder
-from jaxckpt._formats.mindspore import mindspore_ranks
 from jaxckpt._formats.safetensors import plan_safetensors
 from jaxckpt._inspect.executors import OpenedElsewhere, require_executor
 from jaxckpt._job.call import Call
@@ -57,8 +54,6 @@ from jaxckpt._store.storage_errors import translate_leaf_errors
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import InputError, show_path
-
-T = TypeVar("T")
 
 
 @explain_keywords
@@ -128,12 +123,11 @@ def convert(
         {'w': array([0., 1., 2.])}
     """
     with Call.of("convert", destination, options) as call:
-        conversion = _conversion(
-            destination, format, mesh, specs, select, rename, chunk_bytes, call.options, overwrite=overwrite
-        )
         if executor is None and isinstance(source, Average):
             executor = source.executor
-        conversion = _with_executor(conversion, executor, destination)
+        conversion = _conversion(
+            destination, format, mesh, specs, select, rename, chunk_bytes, executor, call.options, overwrite=overwrite
+        )
         find_steps = functools.partial(
             steps_to_convert,
             source,
@@ -143,7 +137,7 @@ def convert(
             conversion.options,
             overwrite=conversion.overwrite,
         )
-        steps = call.run(functools.partial(_in_process_0, call, "listing the steps of the source", find_steps))
+        steps = call.in_process_0("listing the steps of the source", find_steps)
         if steps is None:
             _convert(call, conversion, source, source_at(source, conversion.options), destination)
             return
@@ -162,25 +156,7 @@ class _Conversion:
     rename: Renaming | None
     options: Options
     overwrite: bool
-    executor: Executor | None = None
-
-
-def _with_executor(
-    conversion: _Conversion, executor: Executor | None, destination: str | os.PathLike[str]
-) -> _Conversion:
-    """The conversion by the workers of an executor. Raises InputError."""
-    if executor is None:
-        return conversion
-    require_executor(executor)
-    require_plain(conversion.options)
-    is_file = os.fspath(destination).endswith(".safetensors")
-    if conversion.format not in ("jaxckpt", "safetensors") or is_file:
-        what = "a .safetensors file" if is_file else f"format {conversion.format!r}"
-        raise InputError(
-            f"convert(executor=…) has no effect on {what}, which one process writes: leave it out. Workers write"
-            ' "jaxckpt" and folders of safetensors'
-        )
-    return replace(conversion, executor=executor)
+    executor: Executor | None
 
 
 def _conversion(
@@ -191,6 +167,7 @@ def _conversion(
     select: Select | None,
     rename: Renaming | None,
     chunk_bytes: int | None,
+    executor: Executor | None,
     options: Options,
     *,
     overwrite: bool,
@@ -213,7 +190,17 @@ def _conversion(
             raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")
         if mesh is not None:
             raise InputError(f"mesh= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
-    return _Conversion(name, mesh, specs, select, rename, options, overwrite)
+    if executor is not None:
+        require_executor(executor)
+        require_plain(options)
+        is_file = os.fspath(destination).endswith(".safetensors")
+        if name not in ("jaxckpt", "safetensors") or is_file:
+            what = "a .safetensors file" if is_file else f"format {name!r}"
+            raise InputError(
+                f"convert(executor=…) has no effect on {what}, which one process writes: leave it out. Workers write"
+                ' "jaxckpt" and folders of safetensors'
+            )
+    return _Conversion(name, mesh, specs, select, rename, options, overwrite, executor)
 
 
 def _convert(
@@ -228,14 +215,14 @@ def _convert(
     """Convert one checkpoint; with `is_step`, to a step of a run. Every process."""
     options = conversion.options
     narrow = renamed_source(source, conversion.rename, conversion.select)
+    verify = functools.partial(_verify_checksums, narrow, options)
+    opened = functools.partial(OpenedElsewhere.of, source, location, options, conversion.rename, conversion.select)
     if conversion.format == "jaxckpt":
-        verify = functools.partial(_verify_checksums, narrow, options)
-        call.run(functools.partial(_in_process_0, call, "verifying the source", verify))
+        call.in_process_0("verifying the source", verify)
         draft = _drafted(narrow, conversion.mesh, conversion.specs, options)
         path = SharedPath.at(destination, options, overwrite=conversion.overwrite)
         if conversion.executor is not None:
-            opened = OpenedElsewhere.of(source, location, options, conversion.rename, conversion.select)
-            path = WrittenElsewhere(path.store, conversion.executor, opened, overwrite=conversion.overwrite)
+            path = WrittenElsewhere(path.store, conversion.executor, opened(), overwrite=conversion.overwrite)
             options = replace(options, progress=None)  # the destination shows it
         manifest = narrow.manifest
         request = SaveRequest(path, options, metadata=manifest.metadata, draft=draft, step=manifest.step)
@@ -247,10 +234,8 @@ def _convert(
     if is_folder and (call.count > 1 or conversion.executor is not None):
         plan_folder = plan_safetensors
         if conversion.executor is not None:
-            opened = OpenedElsewhere.of(source, location, options, conversion.rename, conversion.select)
-            plan_folder = FilesElsewhere(call, conversion.executor, opened).plan
-        verify = functools.partial(_verify_checksums, narrow, options)
-        call.run(functools.partial(_in_process_0, call, "verifying the source", verify))
+            plan_folder = FilesElsewhere(call, conversion.executor, opened()).plan
+        call.in_process_0("verifying the source", verify)
         write = functools.partial(
             write_folder, call, narrow, target, plan_folder, options, overwrite=conversion.overwrite
         )
@@ -262,7 +247,7 @@ def _convert(
     write = functools.partial(
         _write_foreign, call, narrow, location, target, write_format, options, overwrite=conversion.overwrite
     )
-    call.run(functools.partial(_in_process_0, call, "converting", write))
+    call.in_process_0("converting", write)
 
 
 def _convert_run(
@@ -278,7 +263,7 @@ def _convert_run(
             contextlib.ExitStack() as until_converted,
         ):
             hold = functools.partial(hold_step, run, step, until_converted)
-            if not call.run(functools.partial(_in_process_0, call, "holding a step of the source", hold)):
+            if not call.in_process_0("holding a step of the source", hold):
                 log.warning("step %d of %s was deleted before it could be converted", step, run.url)
                 continue
             source, others = step_source(run, step, conversion.options)
@@ -293,33 +278,9 @@ def _convert_run(
             target = local_path(directory)
             assert target is not None
             copy = functools.partial(export_notes, run, target, conversion.format, conversion.options)
-        left_out |= {*(call.run(functools.partial(_in_process_0, call, "copying the notes on the run", copy)) or ())}
+        left_out |= {*(call.in_process_0("copying the notes on the run", copy) or ())}
         if left_out and call.index == 0:
             log.warning("%s lacks, because it has no place for them: %s", directory, "; ".join(sorted(left_out)))
-
-
-def integrate(
-    old: str,
-    new: str | os.PathLike[str],
-    strategy: str | os.PathLike[str],
-    n: int,
-    *,
-    overwrite: bool = False,
-    options: Options | None = None,
-) -> None:
-    """Merge the files of `n` MindSpore ranks, `./node0/OLD` and so on, into the jaxckpt checkpoint `new`.
-
-    The arguments are those of integrate_checkpoint.py in MindSpore's tutorial."""
-    ranks = {rank: os.path.join(f"node{rank}", old) for rank in range(n)}
-    convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite, options=options)
-
-
-def _in_process_0(call: Call, what: str, work: Callable[[], T]) -> T:
-    """Do work in process 0, after all processes have come this far. All get its result, a JSON value."""
-    with call.rendezvous(what) as rendezvous:
-        rendezvous.gather("")
-        result = work() if call.index == 0 else None
-        return json.loads(rendezvous.broadcast(json.dumps(result)))
 
 
 def _write_foreign(

@@ -17,19 +17,17 @@ import msgspec
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
-from jaxckpt._run_folder.added_metrics import metrics_of
 from jaxckpt._run_folder.leases import hold
+from jaxckpt._run_folder.metrics import metrics_of
+from jaxckpt._run_folder.pins import all_pins, pin_file_name, pins
 from jaxckpt._run_folder.run_paths import possible_steps
 from jaxckpt._run_folder.steps import (
     BEST,
     METADATA,
-    PIN,
     RUN,
-    all_pins,
     encode_metadata,
     is_published,
-    pins,
-    read_metadata,
+    read_run_metadata,
     require_no_checkpoint,
     step_folders,
     step_name,
@@ -185,7 +183,7 @@ def copy_notes(run: Store, target: Store, options: Options) -> None:
     if METADATA not in notes and (metadata := foreign_run_metadata(run.url, options)):
         notes[METADATA] = encode_metadata(metadata)
     steps = step_folders(target)[0]
-    notes |= {f"{PIN}{step_name(step)}-{name}": b"" for step, name in all_pins(run) if step in steps}
+    notes |= {pin_file_name(step, name): b"" for step, name in all_pins(run) if step in steps}
     if notes:
         folder = target.create_child(RUN)
         for name, content in notes.items():
@@ -197,7 +195,7 @@ def export_notes(run: Store, directory: str, format: str, options: Options) -> l
     left_out = [f"pin {name!r}" for name in pins(run)]
     if run.read(f"{RUN}/{BEST}") is not None:
         left_out.append("keep_best")
-    if metadata := read_metadata(run) or foreign_run_metadata(run.url, options):
+    if metadata := read_run_metadata(run) or foreign_run_metadata(run.url, options):
         write = written_formats()[format].write_run_metadata
         if write is None:
             left_out.append("metadata of the run")

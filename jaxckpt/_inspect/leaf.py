@@ -91,9 +91,6 @@ class LazyLeaf:
     def value(self) -> Array:
         """The whole leaf, without devices: a NumPy array. For some kinds a NumPy scalar or a Python value, which type
         checkers take for an array too."""
-        return self._python_value()
-
-    def _python_value(self) -> Any:
         if not self._leaf.is_array:
             return self._leaf.value
         return host_value(self[...], self.kind, self.path)
@@ -141,7 +138,7 @@ class LazyLeaf:
             raise TypeError(
                 f"{conversion}() needs a leaf that is one number, but {show_path(self.path)} is {self._contents}"
             )
-        return self._python_value()
+        return self.value
 
     @property
     def _contents(self) -> str:

@@ -195,9 +195,9 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         """
         source, run, step = step_of(self._source, "a Checkpointer deletes only those")
         with hold(run, step, term_seconds):
-            fate = source.change_since_open()
-            if fate is not None:
-                raise NotACheckpointError(f"{self.path} was {fate} since it was opened: open it again")
+            change = source.change_since_open()
+            if change is not None:
+                raise NotACheckpointError(f"{self.path} was {change} since it was opened: open it again")
             yield self
 
     def tree(self) -> Tree:

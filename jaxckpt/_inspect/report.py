@@ -371,9 +371,9 @@ def _save_section(manifest: Manifest) -> Markup:
     lines = [
         Bar(
             f"process {process}",
-            show_seconds(totals[process]),
+            _show_seconds(totals[process]),
             tuple(
-                (number, seconds[process] / longest, f"{_phase(name)}: {show_seconds(seconds[process])}")
+                (number, seconds[process] / longest, f"{_phase(name)}: {_show_seconds(seconds[process])}")
                 for number, (name, seconds) in enumerate(phases.items())
             ),
         )
@@ -386,7 +386,7 @@ def _save_section(manifest: Manifest) -> Markup:
     if len(totals) > MAX_BARS:
         about += f" The slowest {MAX_BARS} of {len(totals)} processes are shown."
     names = [_phase(name) for name in phases]
-    rows = [[f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in slowest]
+    rows = [[f"process {process}", *(_show_seconds(phases[name][process]) for name in phases)] for process in slowest]
     return _section(
         "Save time by process and phase",
         element("p", about, class_="soft"),
@@ -399,7 +399,7 @@ def _phase(name: str) -> str:
     return clipped(name.replace("_", " "), 30)
 
 
-def show_seconds(seconds: float) -> str:
+def _show_seconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 

@@ -239,9 +239,9 @@ def _verify(
     if not isinstance(source, NativeCheckpoint):
         return _verify_foreign(source, path, quick, options, step, executor)
     report = verify_files(source, quick, options, step, executor)
-    became = source.change_since_open() if report.problems else None
-    if became:
-        raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being verified")
+    change = source.change_since_open() if report.problems else None
+    if change:
+        raise NotACheckpointError(f"the checkpoint at {source.url} was {change} while it was being verified")
     return report
 
 
@@ -644,16 +644,18 @@ def _restore_manifest(store: Store, options: Options) -> VerifyReport:
     try:
         data, content, manifest, damaged = read_copy(store)
     except ManifestError as error:
-        raise ManifestError(f"{error}\n{way_out(store)}") from error
+        raise ManifestError(f"{error}\n{repair_remedy(store)}") from error
     source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
     report = run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)
     if report.problems:
-        raise DataError.of(f"{store.url} was not repaired, because {data} is damaged", report.problems, way_out(store))
+        raise DataError.of(
+            f"{store.url} was not repaired, because {data} is damaged", report.problems, repair_remedy(store)
+        )
     store.publish_copy(data, content, damaged, sync=options.sync)
     return report
 
 
-def way_out(store: Store) -> str:
+def repair_remedy(store: Store) -> str:
     """What to do about a checkpoint that cannot be repaired."""
     above = store.parent_and_name()
     if above is not None and is_step(above[1]):

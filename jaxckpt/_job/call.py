@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -193,12 +194,14 @@ class Call:
         interrupted = None if self.only_reads and self.count == 1 else self._cancel
         return self.here(functools.partial(lanes.run, part, self.watchdog, interrupted, until=until))
 
-    def decide(self, what: str, own: T) -> T:
-        """What process 0 passes, a JSON value, after all processes have come this far. `what` as for `rendezvous`."""
+    def in_process_0(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` returns in process 0, a JSON value, after all processes have come this far. `what` as for
+        `rendezvous`."""
 
         def meet() -> T:
             with self.rendezvous(what) as rendezvous:
-                return rendezvous.decision(own)
+                rendezvous.gather("")
+                return json.loads(rendezvous.broadcast(json.dumps(work() if self.index == 0 else None)))
 
         return self.run(meet)
 

@@ -296,11 +296,6 @@ class Rendezvous:
                     self.gather("")
             raise
 
-    def decision(self, own: T) -> T:
-        """What process 0 passes, a JSON value, after all processes have reached this point."""
-        self.gather("")
-        return json.loads(self.broadcast(json.dumps(own)))
-
     def barrier(self) -> None:
         """Wait until all processes have reached this point. No text is exchanged."""
         self.gather("")

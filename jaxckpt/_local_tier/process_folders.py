@@ -9,12 +9,10 @@ whole step was written.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import hashlib
 import uuid
-import zlib
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
@@ -25,7 +23,7 @@ from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.copies import CopiedPlan, plan_local_save
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, Round, RoundCalls, plan_rounds, round_calls
-from jaxckpt._local_tier.tier import KeptStep, LocalSteps
+from jaxckpt._local_tier.tier import KeptStep, LocalSteps, pack, unpack
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model import typed_json
 from jaxckpt._model.dtypes import DTYPES
@@ -51,7 +49,7 @@ from jaxckpt._store.store import Store
 from jaxckpt._store.transaction import Transaction, begin_own
 
 
-class _Terms(msgspec.Struct, frozen=True):
+class _SaveAgreement(msgspec.Struct, frozen=True):
     """What process 0 decides for a local save."""
 
     save_id: str
@@ -84,25 +82,25 @@ class ProcessFolders:
         save = share.save
         call, plan = save.call, _plan(save)
         ahead = None if plan.is_collective else share.stage_ahead()
-        terms, transaction = self._begin(save, ahead if share.in_background else None)
+        agreed, transaction = self._begin(save, ahead if share.in_background else None)
         with transaction:
             with call.rendezvous("saving") as rendezvous:
-                rounds = round_calls(plan.channels, terms.rounds, call.index) if plan.is_collective else None
+                rounds = round_calls(plan.channels, agreed.rounds, call.index) if plan.is_collective else None
                 with rendezvous.joined_by_all(), rounds or contextlib.nullcontext():
                     if rounds is not None:
-                        sending = functools.partial(self._send_copies, save, terms, rounds)
+                        sending = functools.partial(self._send_copies, save, agreed, rounds)
                         ahead = share.stage_ahead(with_others=sending)
                     assert ahead is not None
-                    written = share.write(data_folder(terms.save_id), ahead)
-                published = self.publish(rendezvous, save, terms.save_id, transaction, written)
+                    written = share.write(data_folder(agreed.save_id), ahead)
+                published = self.publish(rendezvous, save, agreed.save_id, transaction, written)
             with call.phases.timed("publish"):
                 transaction.close()
-                self._tier.record_saved(self._step, terms.save_id)
+                self._tier.record_saved(self._step, agreed.save_id)
                 if self._flush is not None:
-                    self._flush.set_source(terms.save_id, plan.own)
+                    self._flush.set_source(agreed.save_id, plan.own)
         return published
 
-    def _begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[_Terms, Transaction]:
+    def _begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[_SaveAgreement, Transaction]:
         """Agree on the save, make room for it, and begin the transaction of this process."""
         call, phases = save.call, save.call.phases
         with call.rendezvous("preparing to save") as rendezvous:
@@ -114,21 +112,21 @@ class ProcessFolders:
             text = ""
             if call.index == 0:
                 with phases.timed("plan"):
-                    text = msgspec.json.encode(self._terms(save, offers)).decode()
+                    text = msgspec.json.encode(self._decide(save, offers)).decode()
             with phases.timed("barrier"):
-                terms = typed_json.decode(rendezvous.broadcast(text), _Terms)
+                agreed = typed_json.decode(rendezvous.broadcast(text), _SaveAgreement)
         with contextlib.ExitStack() as undone, call.rendezvous("looking for the checkpoint's folder") as rendezvous:
             with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
-                self._tier.delete_other_steps(terms.kept)
-                transaction = begin_own(self.store, terms.save_id, save.plan.stacks)
+                self._tier.delete_other_steps(agreed.kept)
+                transaction = begin_own(self.store, agreed.save_id, save.plan.stacks)
                 undone.callback(transaction.close)
             with phases.timed("barrier"):
                 rendezvous.gather("")
                 begin_exchanges(rendezvous, save)
             undone.pop_all()
-        return terms, transaction
+        return agreed, transaction
 
-    def _terms(self, save: PreparedSave, offers: Sequence[list[int]]) -> _Terms:
+    def _decide(self, save: PreparedSave, offers: Sequence[list[int]]) -> _SaveAgreement:
         """Process 0. An offer is the length of a process's state, and the bytes that it sends over each channel."""
         channels = _plan(save).channels
         stream_bytes: dict[Pair, int] = {}
@@ -137,10 +135,12 @@ class ProcessFolders:
                 state_bytes, *sent_bytes = offers[sender]
                 stream_bytes[sender, receiver] = state_bytes + sent_bytes[number]
         rounds = plan_rounds(channels, stream_bytes, save.options.host_bytes // 8)
-        return _Terms(uuid.uuid4().hex, self._tier.choose_kept_step(self._step), [offer[0] for offer in offers], rounds)
+        return _SaveAgreement(
+            uuid.uuid4().hex, self._tier.choose_kept_step(self._step), [offer[0] for offer in offers], rounds
+        )
 
     def _send_copies(
-        self, save: PreparedSave, terms: _Terms, calls: RoundCalls, own: Generator[StagedObject]
+        self, save: PreparedSave, agreed: _SaveAgreement, calls: RoundCalls, own: Generator[StagedObject]
     ) -> Generator[StagedObject]:
         """The own objects, and those that other processes send. Their states are written immediately."""
         process, plan = save.call.index, _plan(save)
@@ -157,7 +157,7 @@ class ProcessFolders:
                 if receiver == process:
                     has_state = save.state is not None
                     incoming[channel] = _IncomingCopies(
-                        sender, terms.state_bytes[sender], plan.received[channel], has_state
+                        sender, agreed.state_bytes[sender], plan.received[channel], has_state
                     )
         with contextlib.closing(own):
             for planned in calls:
@@ -172,7 +172,7 @@ class ProcessFolders:
                     yield staged
                 received = calls.run_next(None if stream is None else stream.take(planned.n_bytes))
                 if received is not None:
-                    yield from self._keep(save, terms.save_id, incoming[planned.channel], received)
+                    yield from self._keep(save, agreed.save_id, incoming[planned.channel], received)
             yield from own
 
     def _keep(
@@ -201,11 +201,11 @@ class ProcessFolders:
             manifest = compose_manifest(
                 save_id, save.plan, save.draft, shares, save.request.metadata, save.request.step
             )
-            packed = base64.b64encode(zlib.compress(manifests.encode(manifest))).decode()
+            packed = pack(manifests.encode(manifest))
         else:
             call.cancellation.end()  # process 0 may publish from now on
         with phases.timed("barrier"):
-            content = zlib.decompress(base64.b64decode(rendezvous.broadcast(packed)))
+            content = unpack(rendezvous.broadcast(packed))
             rendezvous.start_next()
         manifest = manifests.decode(content, call.where)
         with phases.timed("publish"), call.watchdog.operation(f"publishing {call.where}"):

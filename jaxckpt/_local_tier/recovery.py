@@ -5,13 +5,11 @@ each process: its steps ─▶ process 0: saves, newest first ─▶ each proces
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import itertools
 import json
 import logging
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +18,7 @@ import numpy as np
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.step_files import Availability, Candidate, Files, missing_files
-from jaxckpt._local_tier.tier import LocalSteps
+from jaxckpt._local_tier.tier import LocalSteps, pack, unpack
 from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._model.file_names import MANIFEST, is_sealed
 from jaxckpt._model.manifest import decode
@@ -36,13 +34,24 @@ _log = logging.getLogger("jaxckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class WholeStep:
-    """A step that the local folders hold together."""
+class LocatedStep:
+    """A step, and its location."""
 
-    source: UnionCheckpoint
+    step: int | None
+    """None if no step exists."""
 
-    has_all_copies: bool
+    local_source: UnionCheckpoint | None = None
+    """Its data in local folders; None for a step in the storage."""
+
+    has_all_copies: bool = True
     """Whether every file has all its copies, for the current number of processes."""
+
+    @property
+    def local_save(self) -> tuple[int, str] | None:
+        """The step and the save id of a local step."""
+        return (
+            None if self.local_source is None or self.step is None else (self.step, self.local_source.manifest.save_id)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class Recovery:
         local_steps: Sequence[LocalStep],
         *,
         allow_peers: bool,
-    ) -> WholeStep | None:
+    ) -> LocatedStep | None:
         """A save in the local folders of all processes; None unless it is complete. Every process.
 
         `url` is the run. `sender` is the process that sends the manifest to those that lack it, if any does. Without
@@ -101,8 +110,8 @@ class Recovery:
         process = rendezvous.call.index
         content = next((local_step.content for local_step in local_steps if local_step.candidate == candidate), None)
         if sender is not None:
-            texts = rendezvous.gather(_packed(content) if content is not None and process == sender else "")
-            content = _unpacked(rendezvous.broadcast(texts[sender] if texts else ""))
+            texts = rendezvous.gather(pack(content) if content is not None and process == sender else "")
+            content = unpack(rendezvous.broadcast(texts[sender] if texts else ""))
             rendezvous.start_next()
         url = f"{url}/{step_name(candidate.step)} (local)"
         if content is None or hashlib.sha256(content).hexdigest() != candidate.digest:
@@ -120,9 +129,9 @@ class Recovery:
             usable[local_step.folder_id] = usable.get(local_step.folder_id, nothing) | _bits(
                 file_numbers, len(folder_numbers)
             )
-        texts = rendezvous.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
+        texts = rendezvous.gather(json.dumps({name: pack(bits.tobytes()) for name, bits in usable.items()}))
         usable_by_process = [
-            {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in bits_by_folder.items()}
+            {name: np.frombuffer(unpack(bits), np.uint8) for name, bits in bits_by_folder.items()}
             for bits_by_folder in json.loads(rendezvous.broadcast(f"[{','.join(texts)}]"))
         ]
         by_folder: dict[str, Availability] = {}
@@ -159,7 +168,7 @@ class Recovery:
             np.zeros(len(folder_numbers), int),
         )
         has_all_copies = bool((counts > self._tier.domains.copies).all())
-        return WholeStep(source, has_all_copies and len(by_folder) == rendezvous.call.count)
+        return LocatedStep(candidate.step, source, has_all_copies and len(by_folder) == rendezvous.call.count)
 
     def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
         """The files of a save that exist with the right length and have not failed to be read."""
@@ -232,11 +241,3 @@ def _bits(numbers: Sequence[int], count: int) -> Availability:
     is_set = np.zeros(count, bool)
     is_set[numbers] = True
     return np.packbits(is_set)
-
-
-def _packed(content: bytes) -> str:
-    return base64.b64encode(zlib.compress(content, 1)).decode()
-
-
-def _unpacked(text: str) -> bytes:
-    return zlib.decompress(base64.b64decode(text))

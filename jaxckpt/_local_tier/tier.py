@@ -11,11 +11,13 @@ it deletes all except one older step.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import re
 import uuid
+import zlib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -181,8 +183,8 @@ class LocalSteps:
             "local.domains": labels,
         }
 
-    def terms(self, names: Sequence[str], directory: Store) -> str:
-        """The terms of the local tier, encoded, from the names of the processes' hosts. Process 0.
+    def agreement(self, names: Sequence[str], directory: Store) -> str:
+        """The id of the run and the failure domains, encoded, from the names of the processes' hosts. Process 0.
 
         Raises InputError, StorageError.
         """
@@ -193,11 +195,11 @@ class LocalSteps:
         Domains(tuple(labels), self._copies).require_enough()
         return msgspec.json.encode(_LocalAgreement(_run_id(directory), labels)).decode()
 
-    def open(self, answer: str, directory: Store, rendezvous: Rendezvous) -> None:
-        """Create this process's folder, after all have agreed on the terms. Raises InputError, StorageError."""
-        terms = typed_json.decode(answer, _LocalAgreement)
-        self.run_id, self._storage_url, self._index = terms.run_id, directory.url, rendezvous.call.index
-        self.domains = Domains(tuple(terms.domains), self._copies)
+    def open(self, agreement: str, directory: Store, rendezvous: Rendezvous) -> None:
+        """Create this process's folder, after all have agreed on its domain. Raises InputError, StorageError."""
+        agreed = typed_json.decode(agreement, _LocalAgreement)
+        self.run_id, self._storage_url, self._index = agreed.run_id, directory.url, rendezvous.call.index
+        self.domains = Domains(tuple(agreed.domains), self._copies)
         self.own_folder = self.folder.child(f"process-{self._index}")
         self._claim()
         self._live_ids = set(json.loads(rendezvous.broadcast(json.dumps(rendezvous.gather(self._folder_id)))))
@@ -283,10 +285,10 @@ class LocalSteps:
 
     def is_flushing(self, call: Call) -> bool:
         """Whether process 0 still flushes a local step. Every process calls this."""
-        if self.flush is not None and not call.decide(
-            "asking whether a local step is still being flushed", self.flush.is_running
-        ):
-            self.flush = None
+        if self.flush is not None:
+            is_running = self.flush.is_running
+            if not call.in_process_0("asking whether a local step is still being flushed", lambda: is_running):
+                self.flush = None
         return self.flush is not None
 
     def is_blocked_by_flush(self, step: int, call: Call) -> bool:
@@ -338,6 +340,15 @@ class LocalSteps:
                     _log.info("%s is deleted: no process of this job uses it", folder.url)
                     self.folder.delete(f"process-{process}")
             self._is_swept = True
+
+
+def pack(content: bytes) -> str:
+    """Bytes as a short text for a rendezvous."""
+    return base64.b64encode(zlib.compress(content)).decode()
+
+
+def unpack(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
 
 
 def _run_id(directory: Store) -> str:

@@ -12,8 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from jaxckpt._model import typed_json
-from jaxckpt._run_folder.steps import RUN
+from jaxckpt._run_folder.steps import RUN, read_note
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, JaxckptError
 
@@ -44,13 +43,7 @@ class Incident:
 
 def read_incidents(run: Store) -> list[Incident]:
     """The incidents of a run, oldest first. Raises DataError, StorageError."""
-    content = run.read(f"{RUN}/{INCIDENTS}")
-    if content is None:
-        return []
-    try:
-        return typed_json.decode(content, list[Incident])
-    except ValueError as error:
-        raise DataError(f"{run.url}/{RUN}/{INCIDENTS} is damaged: {error}") from error
+    return read_note(run, INCIDENTS, list[Incident]) or []
 
 
 class IncidentLog:

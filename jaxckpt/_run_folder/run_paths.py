@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import Manifest
-from jaxckpt._run_folder.added_metrics import read_added_metrics
-from jaxckpt._run_folder.steps import BEST, RUN, Mode, best_of, is_step, pins, require_no_checkpoint, step_name
+from jaxckpt._run_folder.metrics import read_added_metrics
+from jaxckpt._run_folder.pins import pins
+from jaxckpt._run_folder.steps import BEST, Mode, best_of, is_step, read_note, require_no_checkpoint, step_name
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
-from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
+from jaxckpt.errors import InputError, NotACheckpointError, StorageError
 
 
 def resolve_step(store: Store) -> Store | None:
@@ -135,16 +135,13 @@ def best_rule(run: Store) -> tuple[str, Mode]:
 
     Raises InputError if the run does not record it, and DataError.
     """
-    note = run.read(f"{RUN}/{BEST}")
-    if note is None:
+    rule = read_note(run, BEST, tuple[str, Mode], hint=". Give a step number")
+    if rule is None:
         raise InputError(
             f"{run.url} does not record which step is the best: no Checkpointer with keep_best=(metric, mode) has"
             ' opened it. Give a step number, such as that of Run.best_step("loss", "min")'
         )
-    try:
-        return typed_json.decode(note, tuple[str, Mode])
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{run.url}/{RUN}/{BEST} is damaged: {error}. Give a step number") from error
+    return rule
 
 
 def metrics_by_step(run: Store, published: Sequence[int]) -> list[tuple[int, Mapping[str, float | None]]]:
@@ -153,7 +150,7 @@ def metrics_by_step(run: Store, published: Sequence[int]) -> list[tuple[int, Map
     contents = run.read_all(f"{step_name(step)}/{MANIFEST}" for step in published)
     added = read_added_metrics(run, published)
     manifests = [
-        _manifest(child) if content is None else decode(content, child.url)
+        manifest_of(child) if content is None else decode(content, child.url)
         for child, content in zip(children, contents, strict=True)
     ]
     return [
@@ -163,7 +160,7 @@ def metrics_by_step(run: Store, published: Sequence[int]) -> list[tuple[int, Map
     ]
 
 
-def _manifest(step: Store) -> Manifest | None:
+def manifest_of(step: Store) -> Manifest | None:
     """The manifest of a step; None if the step was deleted. Raises CorruptError."""
     try:
         return load_manifest(step)[0]

@@ -1,11 +1,24 @@
-"""Steps in a run's directory: names of their folders, which are published, and which step a path refers to."""
+"""A run's directory: the names of its steps' folders, which of them are published, and the notes on the run.
+
+file in _run                   meaning                              written by                     read by
+metadata.json                  what the user says of the run        the first Checkpointer         Run.metadata
+best.json                      metric and mode of `keep_best`       Checkpointer                   "run@best"
+ended.json                     the run has ended                    Checkpointer.close             Run.follow
+incidents.json                 what went wrong                      Checkpointer                   Run.incidents
+rules.json                     the rules that have deleted steps    Checkpointer                   the next one
+local-<id>                     the id of a run with local steps     Checkpointer                   the next one
+metric-<step>-<digest>.json    a metric, added after the save       Run.add_metrics                Run.metrics
+pin-<step>-<name>              the step has a name                  Run.pin                        Run.pins
+lease-<step>-<id>              a reader holds the step              Checkpoint.hold, Run.follow    Checkpointer
+deleting-<step>                the step is being deleted            Checkpointer                   who holds it
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST
@@ -16,13 +29,11 @@ from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, InputError, StorageError
 
 RUN = "_run"
-"""The folder in a run's directory for notes on the run: leases, pins, metadata, whether the run has ended, and which
-metric decides "best"."""
+"""The folder in a run's directory for notes on the run."""
 
 BEST = "best.json"
 ENDED = "ended.json"
 METADATA = "metadata.json"
-PIN = "pin-"
 
 TRASH = "_trash"
 """The folder in a run's directory that `Checkpointer(trash=True)` moves steps into."""
@@ -99,46 +110,36 @@ def best_of(
     return [step for _, step in sorted(ranked, reverse=True)[:count]]
 
 
-def pins(run: Store) -> dict[str, int]:
-    """The pinned steps of a run, by name. If two steps have a name, because a program was killed while it moved the
-    name, or two programs moved it at the same time, the newer step counts."""
-    return {name: step for step, name in sorted(all_pins(run))}
+# Notes on the run -----------------------------------------------------------------------------------------
 
 
-def all_pins(run: Store) -> list[tuple[int, str]]:
-    """The steps of all pins, each with the pin's name."""
-    fields = (name.removeprefix(PIN).partition("-") for name in run.child(RUN).names() if name.startswith(PIN))
-    return [(int(step), name) for step, _, name in fields if is_step(step)]
+_Note = TypeVar("_Note")
 
 
-def require_unpinned(run: Store, step: int) -> None:
-    """Raise InputError if a step has a name, which protects it from deletion."""
-    names = sorted(name for pinned, name in all_pins(run) if pinned == step)
-    if names:
-        raise InputError(f"step {step} of {run.url} is pinned as {names[0]!r}, and is not deleted: unpin it first")
+def read_note(run: Store, name: str, kind: type[_Note], what: str = "", hint: str = "") -> _Note | None:
+    """A note on a run; None if it is missing. Raises DataError, StorageError."""
+    content = run.read(f"{RUN}/{name}")
+    return None if content is None else decode_note(run, name, content, kind, what, hint)
 
 
-def pinned_steps(run: Store) -> set[int]:
-    """The steps that have a pin, none of which is deleted."""
-    return {step for step, _ in all_pins(run)}
-
-
-# Metadata of the whole run, written once ------------------------------------------------------------------
+def decode_note(run: Store, name: str, content: bytes, kind: type[_Note], what: str = "", hint: str = "") -> _Note:
+    """A note on a run from the content of its file. `what` and `hint` are for the DataError that this raises."""
+    try:
+        return typed_json.decode(content, kind)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{run.url}/{RUN}/{name}{what} is damaged: {error}{hint}") from error
 
 
 def encode_metadata(metadata: dict[str, Any]) -> bytes:
-    """Metadata as the content of the file."""
+    """The metadata of a run as the content of its file."""
     return json.dumps(metadata, ensure_ascii=False).encode()
 
 
-def read_metadata(run: Store) -> dict[str, Any] | None:
+def read_run_metadata(run: Store) -> dict[str, Any] | None:
     """The metadata of a run; None if it has none. Raises DataError, StorageError."""
-    note = run.read(f"{RUN}/{METADATA}")
-    if note is None:
+    content, what = run.read(f"{RUN}/{METADATA}"), ", the metadata of the run,"
+    if content is None:
         return None
-    try:
-        if nesting(note) > MAX_NESTING:
-            raise ValueError(f"nested deeper than {MAX_NESTING}")
-        return typed_json.decode(note, dict[str, Any])
-    except ValueError as error:
-        raise DataError(f"{run.url}/{RUN}/{METADATA}, the metadata of the run, is damaged: {error}") from error
+    if nesting(content) > MAX_NESTING:
+        raise DataError(f"{run.url}/{RUN}/{METADATA}{what} is damaged: nested deeper than {MAX_NESTING}")
+    return decode_note(run, METADATA, content, dict[str, Any], what)

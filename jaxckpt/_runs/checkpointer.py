@@ -6,9 +6,9 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import os
 import reprlib
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack, cast, overload
 
@@ -18,9 +18,11 @@ from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._formats.export import StepExport
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import cause_of
+from jaxckpt._job.rendezvous import Rendezvous, cause_of
+from jaxckpt._job.slow_processes import process_names
 from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
+from jaxckpt._local_tier.recovery import LocatedStep
 from jaxckpt._local_tier.tier import LocalBytes, LocalSteps, LocalTier
 from jaxckpt._model.manifest import require_json
 from jaxckpt._model.paths import closest_hint
@@ -34,28 +36,27 @@ from jaxckpt._restore.strictness import Strict
 from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._rules.rule_set import Rules
-from jaxckpt._run_folder.added_metrics import metrics_of
 from jaxckpt._run_folder.incidents import IncidentLog
+from jaxckpt._run_folder.metrics import metrics_of
 from jaxckpt._run_folder.steps import Mode, require_step
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.failures import Failures
 from jaxckpt._runs.fallback import Fallback, other_steps, require_on_unreadable
+from jaxckpt._runs.initial_state import target_of
 from jaxckpt._runs.preemption import PreemptionListener
-from jaxckpt._runs.restoring import Resplit, restore_process_state, target_of
+from jaxckpt._runs.process_states import Resplit, restore_process_state
 from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
 from jaxckpt._runs.run import Run, StepName
-from jaxckpt._runs.saving import RunStep, Saver
-from jaxckpt._runs.schedule import SaveSchedule, compare
-from jaxckpt._runs.step_finder import LocatedStep, StepFinder
+from jaxckpt._runs.saving import RunStep, Saver, checking
+from jaxckpt._runs.schedule import SaveSchedule
+from jaxckpt._runs.step_finder import StepFinder
 from jaxckpt._save.describe import describe
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import PendingSave, SaveInfo
 from jaxckpt._store.running_writes import await_writes
-from jaxckpt.errors import InputError, JaxckptError, Preempted
-
-_log = logging.getLogger("jaxckpt")
+from jaxckpt.errors import InputError, JaxckptError, PeersDisagreeError, Preempted
 
 
 @explain_names
@@ -194,7 +195,7 @@ class Checkpointer(Run):
                 trash=require_bool(trash, "trash"),
                 keep_existing=require_bool(keep_existing, "keep_existing"),
             )
-            self._preemption = PreemptionListener(call.count, require_seconds(preemption_seconds, "preemption_seconds"))
+            preemption = PreemptionListener(call.count, require_seconds(preemption_seconds, "preemption_seconds"))
             self._local = None if local is None else LocalSteps(_require_local_tier(local), self._options)
             incidents = IncidentLog(self._store, self._directory.require_same_folder)
             failures = Failures(on_failure, max_failures, max_unsaved_seconds, incidents)
@@ -205,7 +206,7 @@ class Checkpointer(Run):
                 self._directory,
                 self._deletion,
                 self._due,
-                self._preemption,
+                preemption,
                 self._local,
                 self._options,
                 require_bool(background, "background"),
@@ -215,7 +216,6 @@ class Checkpointer(Run):
                 failures,
                 local_failures,
             )
-            self._last_save = self._saver.last_save
             self._restored_step: int | None = None
             self._is_training = False
             self._exited_cleanly = True
@@ -227,15 +227,15 @@ class Checkpointer(Run):
             local = self._local.settings(call.count) if self._local else {"local": None}
             calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
             calls |= {**self._due.settings, **self._saver.failures.settings, "metadata": _summary(metadata)}
-            hosts = compare(rendezvous, {**local, **calls})
+            hosts = _require_same_settings(rendezvous, {**local, **calls})
             if self._is_process_0:
                 self._deletion.open(*self._directory.open(metadata))
-            terms = rendezvous.broadcast(
-                self._local.terms(hosts, self._directory.store) if self._local and hosts else ""
+            agreement = rendezvous.broadcast(
+                self._local.agreement(hosts, self._directory.store) if self._local and hosts else ""
             )
         if self._local is not None:
             with call.rendezvous("opening the local folders") as rendezvous:
-                self._local.open(terms, self._directory.store, rendezvous)
+                self._local.open(agreement, self._directory.store, rendezvous)
 
     def _require_step(self, step: object, verb: str) -> int:
         """The number of a step. Raises InputError in a way that keeps the calls of all processes synchronized."""
@@ -255,7 +255,7 @@ class Checkpointer(Run):
         """Note that this Checkpointer trains, and does not only read. It may have been closed before."""
         if self._is_training:
             return
-        self._preemption = self._saver.preemption = self._preemption.renewed()
+        self._saver.preemption = self._saver.preemption.renewed()
         self._exited_cleanly = True
         if self._is_process_0:
             self._run_to_the_end(self._prepare_directory)
@@ -264,10 +264,6 @@ class Checkpointer(Run):
     def _prepare_directory(self) -> None:
         self._directory.remove_end()
         self._deletion.begin_training()
-
-    def _run_alone(self, work: Callable[[], T]) -> T:
-        """Do work that only reads in a lane."""
-        return run_alone(work, self._options.timeout_seconds)
 
     def _run_to_the_end(self, work: Callable[[], None]) -> None:
         """Do work of process 0 in a lane. An interrupt ends the wait for it, but not the work."""
@@ -341,7 +337,7 @@ class Checkpointer(Run):
         """
         self._begin_training()
         step = self._require_step(step, "Checkpointer.save")
-        try:
+        with checking(functools.partial(self._begin_call, "Checkpointer.save")):
             force, overwrite = require_bool(force, "force"), require_bool(overwrite, "overwrite")
             if self._local is not None and not (mesh is None and specs is None):
                 raise InputError(
@@ -353,9 +349,6 @@ class Checkpointer(Run):
                     "export= takes a jaxckpt.formats.Export, in a Checkpointer without local=; found"
                     f" {reprlib.repr(export)}"
                 )
-        except InputError:
-            with self._begin_call("Checkpointer.save"):
-                raise
         destination = RunStep(self._directory, self._deletion, self._saver.failures, step, export, overwrite=overwrite)
         request = SaveRequest(
             destination, self._options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
@@ -397,11 +390,8 @@ class Checkpointer(Run):
         self._begin_training()
         step = self._require_step(step, "Checkpointer.should_save")
         begin_call = functools.partial(self._begin_call, "Checkpointer.should_save")
-        try:
+        with checking(begin_call):
             overwrite = require_bool(overwrite, "overwrite")
-        except InputError:
-            with begin_call():
-                raise
         return self._saver.should_save(step, metrics, begin_call, overwrite=overwrite)
 
     def local_bytes(self, tree: Tree) -> LocalBytes:
@@ -477,7 +467,7 @@ class Checkpointer(Run):
         """
         was_preempted = self._saver.preempted
         lost = self._close(None)
-        self._preemption.raise_earlier_error("the last save")
+        self._saver.preemption.raise_earlier_error("the last save")
         if self._saver.preempted and not was_preempted:
             after = f"the job was preempted after the last save in {self._directory.url}, which is complete"
             raise Preempted(lost or after)
@@ -492,9 +482,10 @@ class Checkpointer(Run):
                 if self._is_process_0:
                     self._saver.warn_of_unflushed_step()
             finally:
-                self._preemption.saved_step = self._saver.saved_step
-                self._preemption.close()  # until here, SIGTERM does not end the last save
-                if self._preemption.must_exit or (self._preemption.is_notified and self._saver.on_preemption == "exit"):
+                preemption = self._saver.preemption
+                preemption.saved_step = self._saver.saved_step
+                preemption.close()  # until here, SIGTERM does not end the last save
+                if preemption.must_exit or (preemption.is_notified and self._saver.on_preemption == "exit"):
                     self._saver.preempted = True
         except Exception as failure:
             self._exited_cleanly = False
@@ -511,9 +502,9 @@ class Checkpointer(Run):
 
     def _report_end(self, error: BaseException | None) -> str | None:
         if error is None:
-            return self._preemption.report_end("the Checkpointer is closed")
+            return self._saver.preemption.report_end("the Checkpointer is closed")
         # The signal may have caused the error, a moment ago.
-        return self._preemption.report_end(f"ends with {type(error).__name__}", seconds=2.0)
+        return self._saver.preemption.report_end(f"ends with {type(error).__name__}", seconds=2.0)
 
     def _close_in_process_0(self) -> None:
         if self._is_process_0:
@@ -523,7 +514,7 @@ class Checkpointer(Run):
         self._saver.failures.incidents.write()
         if self._is_training and self._exited_cleanly and not self._saver.preempted:
             self._directory.note_end()
-        self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
+        self._deletion.close(self._saver.preemption.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 
     # Restoring -------------------------------------------------------------------------------------------
@@ -596,12 +587,9 @@ class Checkpointer(Run):
     ) -> tuple[int | None, Tree]:
         """Restore a step, by default the newest, or an older one if `on_unreadable` says so."""
         fallback = None
-        try:
+        with checking(functools.partial(self._begin_call, "Checkpointer.restore")):
             if require_on_unreadable(on_unreadable) == "previous":
                 fallback = Fallback(self._directory, self._saver.failures.incidents)
-        except InputError:
-            with self._begin_call("Checkpointer.restore"):
-                raise
         while True:
             chosen = request = restored = error = None
             try:
@@ -629,7 +617,7 @@ class Checkpointer(Run):
         """Add to an error that means that a step cannot be read which others there are."""
         if cause_of(error) and not any("other steps" in note for note in getattr(error, "__notes__", ())):
             with contextlib.suppress(JaxckptError):  # which must not replace this error
-                others = self._run_alone(functools.partial(other_steps, self._directory, step))
+                others = run_alone(functools.partial(other_steps, self._directory, step), self._options.timeout_seconds)
                 if others:
                     error.add_note(
                         f"other steps in {self._directory.url}: {others}; restore(step=…) takes one of them, and"
@@ -642,12 +630,7 @@ class Checkpointer(Run):
             return None if isinstance(step, str) else step
         with self._begin_call("Checkpointer.restore") as call:
             call.here(self._await_saves)
-            return call.run(functools.partial(self._choose_step, call, step))
-
-    def _choose_step(self, call: Call, step: str) -> int:
-        with call.rendezvous("looking for a step") as rendezvous:
-            rendezvous.gather("")
-            return int(rendezvous.broadcast(str(self._number(step)) if self._is_process_0 else ""))
+            return call.in_process_0("looking for a step", functools.partial(self._number, step))
 
     def _restore(
         self, step: int | None, chosen: LocatedStep, request: RestoreRequest, init: Callable[[], Tree] | None = None
@@ -775,11 +758,12 @@ class Checkpointer(Run):
         if step is not None:
             step = self._require_step(step, "Checkpointer.restore")
         with self._begin_call("Checkpointer.restore") as call:
-            return self._step_finder.find(call, step, self._await_saves, allow_peers=allow_peers)
+            call.here(self._await_saves)
+            return call.run(functools.partial(self._step_finder.find, call, step, allow_peers=allow_peers))
 
     def _await_saves(self) -> None:
         """Wait for the running save of this Checkpointer, whose error this raises, and of any other one."""
-        self._last_save.wait()
+        self._saver.last_save.wait()
         await_writes(self._directory.store)
 
     # Inspecting ------------------------------------------------------------------------------------------
@@ -850,3 +834,17 @@ def _summary(metadata: dict[str, Any] | None) -> str | None:
     """What processes compare of their metadata. It is short, because process 0 receives it from all."""
     text = None if metadata is None else json.dumps(metadata, sort_keys=True)
     return text if text is None or len(text) < 200 else f"<SHA-256 {hashlib.sha256(text.encode()).hexdigest()}>"
+
+
+def _require_same_settings(rendezvous: Rendezvous, settings: Mapping[str, Any]) -> Sequence[str]:
+    """Compare the settings, JSON values by name. Returns the name of each process's host in process 0, and nothing in
+    the others. Every process calls this; process 0 raises PeersDisagreeError."""
+    sent = list(map(json.loads, rendezvous.gather(json.dumps([settings, socket.gethostname()]))))
+    for name, first in settings.items():
+        differing = {process: values[name] for process, (values, _) in enumerate(sent) if values[name] != first}
+        if differing:
+            raise PeersDisagreeError(
+                f"{process_names([*differing])} created the Checkpointer with {name}={next(iter(differing.values()))},"
+                f" process 0 with {name}={first}: every process must give the same arguments"
+            )
+    return [host for _, host in sent]

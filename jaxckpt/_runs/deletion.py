@@ -16,9 +16,10 @@ from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.threads import Latch, Task, is_shutting_down
-from jaxckpt._run_folder.added_metrics import remove_added_metrics, remove_metrics_of_deleted_steps
 from jaxckpt._run_folder.leases import Leases, marked_steps
-from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, require_unpinned, step_name
+from jaxckpt._run_folder.metrics import clear_step, remove_metrics_of_deleted_steps
+from jaxckpt._run_folder.pins import pinned_steps, require_unpinned
+from jaxckpt._run_folder.steps import TRASH, is_link, is_step, step_name
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.existing_steps import ExistingSteps
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep, creation_time
@@ -36,7 +37,7 @@ class Deletion:
     further passes, in case they have released them. The methods are called in lanes, which no interrupt reaches.
     """
 
-    def __init__(self, directory: Directory, options: Options, *, trash: bool, keep_existing: bool = False) -> None:
+    def __init__(self, directory: Directory, options: Options, *, trash: bool, keep_existing: bool) -> None:
         if trash and not directory.store.can_rename:
             raise InputError(
                 f"trash=True needs a file system, where one rename moves a step; {directory.url} is on an object store."
@@ -213,18 +214,18 @@ class Deletion:
         self._has_leased_steps = False
         if self._directory.policy != RetentionPolicy():
             spared = self._existing.spared(unwanted, has_saved=newest_saved >= 0)
-            unwanted = {step: verdict for step, verdict in unwanted.items() if step not in spared}
+            unwanted = {step: decision for step, decision in unwanted.items() if step not in spared}
         if unwanted:
             pinned = pinned_steps(self._store)
-            unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
+            unwanted = {step: decision for step, decision in unwanted.items() if step not in pinned}
             with self._leases.mark_for_deletion(unwanted) as leased:
                 self._has_leased_steps = bool(leased)
                 # Checked again, because a process that pins a step holds it in the meantime.
                 spared = (leased | pinned_steps(self._store)) & unwanted.keys() if unwanted else leased
                 self._leases.unmark(spared)
-                for step, verdict in unwanted.items():
+                for step, decision in unwanted.items():
                     if step not in spared and not self._must_stop:
-                        self._apply_decision(verdict)
+                        self._apply_decision(decision)
         # An unpublished step older than the newest saved step will never be published, unless it is being saved now.
         for step in unpublished:
             if step < newest_saved:
@@ -247,7 +248,9 @@ class Deletion:
             steps, now = self._directory.saved_steps(published), datetime.datetime.now(datetime.UTC)
             decisions = policy.decide(steps, now)
             unwanted = {
-                verdict.step.number: verdict for verdict in decisions if not verdict.kept or verdict.dropped_subtrees
+                decision.step.number: decision
+                for decision in decisions
+                if not decision.kept or decision.dropped_subtrees
             }
             # Otherwise another process has deleted a step in whose favor an older one would be deleted.
             if self._directory.all_exist(policy.deciding_steps(decisions)):
@@ -301,12 +304,8 @@ class Deletion:
     def _delete_remains(self, step: int) -> None:
         """Delete the remains of an unpublished step."""
         self._directory.require_same_folder()
-        child = self._directory.child(step)
-        if not is_link(child):
-            child.clear()
-            if child.read(MANIFEST) is None:  # otherwise it has been published
-                self._store.unmark(step_name(step))
-                remove_added_metrics(self._store, step)
+        if not is_link(self._directory.child(step)):
+            clear_step(self._store, step)
         self._directory.forget(step)
 
     def _drop(self, step: SavedStep, paths: tuple[str, ...]) -> None:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
+from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.workers import submit
-from jaxckpt._run_folder.added_metrics import read_added_metrics
-from jaxckpt._run_folder.run_paths import run_and_name, steps_of
+from jaxckpt._run_folder.metrics import read_added_metrics
+from jaxckpt._run_folder.pins import pinned_steps
+from jaxckpt._run_folder.run_paths import manifest_of, run_and_name, steps_of
 from jaxckpt._run_folder.steps import (
     BEST,
     ENDED,
@@ -27,14 +32,12 @@ from jaxckpt._run_folder.steps import (
     is_link,
     is_published,
     is_step,
-    pinned_steps,
-    read_metadata,
+    read_run_metadata,
     require_no_checkpoint,
     require_step,
     step_folders,
     step_name,
 )
-from jaxckpt._run_folder.unchanged import manifest_data_digest
 from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
@@ -173,9 +176,7 @@ class Directory:
 
     def _manifest(self, step: int) -> Manifest | None:
         try:
-            return load_manifest(self.child(step))[0]
-        except NotACheckpointError:
-            return None
+            return manifest_of(self.child(step))
         except CorruptError as error:
             _log.warning("step %d does not count for the rules: %s", step, error)
             return None
@@ -208,7 +209,7 @@ class Directory:
 
     def same_data(self, step: int, manifest: bytes) -> int | None:
         """The earlier step with the same data as one that has just been published; None if there is none."""
-        digest = manifest_data_digest(manifest)
+        digest = _data_digest(manifest)
         if self._last_data is not None and digest and self._last_data[1] == digest and self._last_data[0] != step:
             return self._last_data[0]
         self._last_data = step, digest
@@ -278,15 +279,15 @@ class Directory:
         candidate = SavedStep(record.number, now, record)
         other_steps = (step for step in self.saved_steps(steps) if step.number != record.number)
         with_it = sorted([*other_steps, candidate], key=lambda step: step.number)
-        (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
+        (decision,) = [decision for decision in self.policy.decide(with_it, now) if decision.step is candidate]
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
-        if not verdict.kept and record.number not in pinned_steps(self.store):
+        if not decision.kept and record.number not in pinned_steps(self.store):
             # The last step of a run cannot be deleted.
             remedy = "save into another directory"
             if steps[0] < record.number:
                 remedy = f"first delete the newer steps with delete(step), or {remedy}"
             raise InputError(
-                f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step, {remedy}"
+                f"{older}, and would be deleted immediately: {decision.why}. To go back to an older step, {remedy}"
             )
         if record.number not in steps:
             _log.warning(
@@ -319,7 +320,7 @@ class Directory:
     def _has_metadata(self, metadata: dict[str, Any]) -> bool:
         """Whether the run has metadata, which stays. Logs how this metadata differs from it."""
         try:
-            recorded = read_metadata(self.store)
+            recorded = read_run_metadata(self.store)
         except DataError as error:
             _log.warning("%s. It is written again", error)
             return False
@@ -382,3 +383,27 @@ class Directory:
                 self.store.create_child(RUN).replace(name, content)
         except (StorageError, CorruptError) as error:
             _log.warning("readers of %s do not see that %s has changed: %s", self.url, name, error)
+
+
+class _StackObjects(msgspec.Struct, frozen=True):
+    name: str
+    dtype: str
+    objects: dict[str, tuple[int, str]]
+
+
+class _ManifestObjects(msgspec.Struct, frozen=True):
+    """The members of a manifest that are compared. msgspec skips the others, which takes no time."""
+
+    stacks: list[_StackObjects]
+
+
+def _data_digest(manifest: bytes) -> str:
+    """A digest of a step's data, from the digests of its objects in a manifest that this process has just encoded.
+
+    Only floats count, if the step has any: a step counter grows even if the parameters no longer change. Empty if there
+    is no data.
+    """
+    stacks = typed_json.decode(manifest, _ManifestObjects).stacks
+    floats = [stack for stack in stacks if "float" in stack.dtype or "complex" in stack.dtype]
+    compared = [(stack.name, stack.dtype, sorted(stack.objects.items())) for stack in floats or stacks if stack.objects]
+    return hashlib.sha256(repr(compared).encode()).hexdigest() if compared else ""

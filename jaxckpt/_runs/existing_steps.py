@@ -13,9 +13,8 @@ from dataclasses import replace
 
 import msgspec
 
-from jaxckpt._model import typed_json
 from jaxckpt._pipeline.lane_log import log as _log
-from jaxckpt._run_folder.steps import RUN
+from jaxckpt._run_folder.steps import RUN, read_note
 from jaxckpt._runs.retention import RetentionPolicy
 from jaxckpt._store.store import Store
 from jaxckpt.errors import CorruptError, StorageError, show_count
@@ -78,8 +77,7 @@ class ExistingSteps:
     def _read(self) -> list[int] | None:
         """The steps that the last Checkpointer kept because they existed before it; None if its rules were others."""
         try:
-            content = self._run.read(f"{RUN}/{RULES}")
-            record = None if content is None else typed_json.decode(content, _Record)
-        except (ValueError, CorruptError, StorageError):
+            record = read_note(self._run, RULES, _Record)
+        except (CorruptError, StorageError):
             return None
         return record.existing if record is not None and record.rules == self._rules else None

@@ -24,7 +24,7 @@ import msgspec
 from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import cause_of
 from jaxckpt._model import typed_json
-from jaxckpt._options import Options, require_seconds, require_whole_number
+from jaxckpt._options import Options, optional, require_seconds, require_whole_number
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.progress import record_event
 from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 OnFailure = Literal["raise", "retry", "continue"]
 
-Source = Literal["local step", "none"]
+RepeatFrom = Literal["local step", "none"]
 """Where another attempt takes the data from, if it is not held: "none" if there is no other attempt."""
 
 _ATTEMPTS = 12
@@ -47,7 +47,7 @@ _ATTEMPTS = 12
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 60.0
 
 
-class _Outcome(msgspec.Struct, frozen=True, array_like=True):
+class _AttemptOutcome(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of an attempt in one process."""
 
     has_failed: bool
@@ -55,7 +55,7 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-class _Decision(msgspec.Struct, frozen=True, array_like=True):
+class FailureDecision(msgspec.Struct, frozen=True, array_like=True):
     """What process 0 has decided."""
 
     what: Literal["published", "again", "continue", "raise"]
@@ -74,9 +74,7 @@ class Failures:
             raise InputError(f'on_failure must be "raise", "retry" or "continue", found {on_failure!r}')
         self.on_failure = on_failure
         self._max_failures = require_whole_number(max_failures, "max_failures", minimum=1)
-        self._max_seconds = (
-            None if max_unsaved_seconds is None else require_seconds(max_unsaved_seconds, "max_unsaved_seconds")
-        )
+        self._max_seconds = optional(require_seconds, max_unsaved_seconds, "max_unsaved_seconds")
         self.settings = {
             "on_failure": self.on_failure,
             "max_failures": self._max_failures,
@@ -101,15 +99,17 @@ class Failures:
                 f' be None, found {options.staging_bytes}: on_failure="continue" needs no more memory'
             )
 
-    def attempts(self, destination: RunStep, step: int, options: Options, source: Source | None = None) -> Attempts:
+    def attempts(
+        self, destination: RunStep, step: int, options: Options, repeat_from: RepeatFrom | None = None
+    ) -> Attempts:
         """Begin to save a step, which ends the attempts to save an earlier one. Every process; counts calls.
 
-        Attempts hold the data, unless they have a `source` of it."""
+        Attempts hold the data, unless it can be read again: `repeat_from`."""
         if options.when_busy == "wait":
             self.supersede()
-        n_calls = {"raise": 0, "continue": 1, "retry": 1 if source == "none" else _ATTEMPTS}[self.on_failure]
+        n_calls = {"raise": 0, "continue": 1, "retry": 1 if repeat_from == "none" else _ATTEMPTS}[self.on_failure]
         calls = [Call.of("Checkpointer.save again", destination.store.url, options) for _ in range(n_calls)]
-        return Attempts(self, destination, step, calls, source)
+        return Attempts(self, destination, step, calls, repeat_from)
 
     def supersede(self) -> None:
         """End the attempts to save the last step, because a newer one is due. One that runs is finished."""
@@ -135,44 +135,46 @@ class Failures:
         _log.error("old steps could not be deleted: %s", error)
         self.incidents.add(None, "failed deletion", f"{type(error).__name__}: {error}")
 
-    def decide(self, call: Call, attempts: Attempts, error: BaseException | None, number: int) -> _Decision:
+    def decide(self, call: Call, attempts: Attempts, error: BaseException | None, number: int) -> FailureDecision:
         """What follows an attempt, the same in every process. Raises an error that has no policy, in all processes."""
         with call.rendezvous("deciding what follows a save") as rendezvous:
             if error is not None and (cause_of(error) != "storage" or call.watchdog.stall_error() is not None):
                 raise error
-            own = _Outcome(error is not None, attempts.can_repeat, "" if error is None else str(error))
+            own = _AttemptOutcome(error is not None, attempts.can_repeat, "" if error is None else str(error))
             texts = rendezvous.gather(msgspec.json.encode(own).decode())
-            outcomes = [typed_json.decode(text, _Outcome) for text in texts]
+            outcomes = [typed_json.decode(text, _AttemptOutcome) for text in texts]
             decision = self._decide(call, attempts, outcomes, number) if outcomes else None
             shared = rendezvous.broadcast(msgspec.json.encode(decision).decode())
-        decision = typed_json.decode(shared, _Decision)
+        decision = typed_json.decode(shared, FailureDecision)
         if decision.what != "again" and not attempts.is_inherited:
             self._unsaved = error if decision.what == "continue" else None
         return decision
 
-    def _decide(self, call: Call, attempts: Attempts, outcomes: Sequence[_Outcome], number: int) -> _Decision:
+    def _decide(
+        self, call: Call, attempts: Attempts, outcomes: Sequence[_AttemptOutcome], number: int
+    ) -> FailureDecision:
         """In process 0."""
         reason = next((outcome.reason for outcome in outcomes if outcome.has_failed), None)
         if reason is None:
             self._n_failed, self._published_at = 0, time.monotonic()
             self.incidents.write()
-            return _Decision("published", 0)
+            return FailureDecision("published", 0)
         if attempts.is_inherited:
-            return _Decision("continue", self._n_failed)
+            return FailureDecision("continue", self._n_failed)
         is_last = number == _ATTEMPTS - 1 or not all(outcome.can_repeat for outcome in outcomes)
         if self.on_failure == "retry" and not is_last and not self._is_overdue and attempts.pause(call, number, reason):
-            return _Decision("again", self._n_failed)
+            return FailureDecision("again", self._n_failed)
         self._n_failed += 1
         if self._n_failed >= self._max_failures or self._is_overdue:
-            return _Decision("raise", self._n_failed)
-        return _Decision("continue", self._n_failed)
+            return FailureDecision("raise", self._n_failed)
+        return FailureDecision("continue", self._n_failed)
 
     @property
     def _is_overdue(self) -> bool:
         """Whether no step has been published for too long."""
         return self._max_seconds is not None and time.monotonic() - self._published_at > self._max_seconds
 
-    def log_unsaved(self, step: int, error: BaseException, decision: _Decision) -> None:
+    def log_unsaved(self, step: int, error: BaseException, decision: FailureDecision) -> None:
         """Log that training continues without a step."""
         _log.error(
             "step %d was not saved, and training continues without it: %s (failure %d in a row; failure %d is raised:"
@@ -183,7 +185,7 @@ class Failures:
             self._max_failures,
         )
 
-    def why_raised(self, decision: _Decision) -> str:
+    def why_raised(self, decision: FailureDecision) -> str:
         """Why training does not continue after a failure."""
         if decision.n_failed >= self._max_failures:
             return f"{show_count(decision.n_failed, 'step')} in a row could not be saved (max_failures)"
@@ -194,10 +196,10 @@ class Attempts:
     """The attempts to save one step."""
 
     def __init__(
-        self, failures: Failures, destination: RunStep, step: int, calls: Sequence[Call], source: Source | None
+        self, failures: Failures, destination: RunStep, step: int, calls: Sequence[Call], repeat_from: RepeatFrom | None
     ) -> None:
         self.step = step
-        self._source = source
+        self._repeat_from = repeat_from
         self.superseded = Latch()
         """Set when a newer step is due."""
 
@@ -255,12 +257,16 @@ class Attempts:
     @property
     def must_hold(self) -> bool:
         """Whether the step may be tried again with data that must be held."""
-        return len(self._calls) > 1 and self._source is None
+        return len(self._calls) > 1 and self._repeat_from is None
 
     @property
     def can_repeat(self) -> bool:
         """Whether this process has the data for another attempt."""
-        return self.held.is_complete if self._source is None else self._source == "local step" and not self.is_inherited
+        return (
+            self.held.is_complete
+            if self._repeat_from is None
+            else self._repeat_from == "local step" and not self.is_inherited
+        )
 
     @property
     def is_inherited(self) -> bool:
@@ -280,7 +286,7 @@ class Attempts:
         call.run(functools.partial(self._end, error, decision, call))
         return self.is_handled
 
-    def _end(self, error: BaseException, decision: _Decision, call: Call) -> None:
+    def _end(self, error: BaseException, decision: FailureDecision, call: Call) -> None:
         """The step is not saved. In a lane."""
         self.is_handled = decision.what == "continue"
         self._record(error, call)

@@ -6,7 +6,7 @@ every process:   find ─▶ restore ─▶ all meet ─▶ done | an older step
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from jaxckpt._job.call import Call
@@ -66,7 +66,7 @@ class Fallback:
         reason = next(filter(None, texts), None)
         if reason is None:
             return None
-        steps = dict(self._steps())
+        steps = steps_or_errors(self._directory)
         self._first = self._first if self._first is not None else tried if tried is not None else max(steps, default=0)
         if tried is not None:
             self._refuse(tried, reason)
@@ -86,9 +86,6 @@ class Fallback:
         message = "step %d of %s cannot be read, and is not restored: %s. It is kept until step %d is saved again"
         _log.error(message, step, self._directory.url, reason, step)
         self._incidents.add(step, "unreadable step", reason)
-
-    def _steps(self) -> Iterator[tuple[int, StorageError | None]]:
-        return iter(steps_or_errors(self._directory).items())
 
 
 def steps_or_errors(directory: Directory) -> Mapping[int, StorageError | None]:

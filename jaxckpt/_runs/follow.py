@@ -18,18 +18,17 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._keywords import explain_names
 from jaxckpt._model.file_names import MANIFEST
-from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
-from jaxckpt._options import Options, require_bool, require_seconds, require_whole_number
+from jaxckpt._options import Options
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
 from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
-from jaxckpt._run_folder.added_metrics import metrics_of
-from jaxckpt._run_folder.leases import TERM_SECONDS, hold
+from jaxckpt._run_folder.leases import hold
+from jaxckpt._run_folder.metrics import metrics_of
 from jaxckpt._run_folder.steps import ENDED, RUN, step_folders, step_name
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
@@ -128,31 +127,13 @@ def follow_steps(
     run: Store,
     options: Options,
     *,
-    after: int | None = None,
-    newest: bool = False,
-    timeout_seconds: float | None = None,
-    poll_seconds: float,
-    term_seconds: float = TERM_SECONDS,
-) -> Generator[Step]:
-    """The steps of a run as they are published. Raises InputError immediately if an argument is invalid."""
-    last = -1 if after is None else require_whole_number(after, "after", minimum=0, maximum=MAX_INTEGER)
-    if timeout_seconds is not None:
-        require_seconds(timeout_seconds, "timeout_seconds")
-    require_seconds(poll_seconds, "poll_seconds")
-    require_seconds(term_seconds, "term_seconds")
-    return _follow(run, last, require_bool(newest, "newest"), timeout_seconds, poll_seconds, term_seconds, options)
-
-
-def _follow(
-    run: Store,
     after: int,
     newest: bool,
     timeout_seconds: float | None,
     poll_seconds: float,
     term_seconds: float,
-    options: Options,
 ) -> Generator[Step]:
-    """The generator of `follow_steps`, with valid arguments."""
+    """The steps of a run above the number `after`, as they are published. See `Run.follow`."""
     waiting_since = time.monotonic()
     warned = has_waited = False
     yielded: list[_Yielded] = []  # with `newest` only the last one, because an older one may become the newest again
@@ -162,10 +143,10 @@ def _follow(
             yielded.pop()
         last = yielded[-1].step.number if yielded else after
         published, _ = step_folders(run, above=last)
-        with contextlib.ExitStack() as until_next:
+        with contextlib.ExitStack() as leases:
             found = None
             for number in reversed(published) if newest else published:
-                lease_error = _hold(run, number, term_seconds, until_next)
+                lease_error = _hold(run, number, term_seconds, leases)
                 deleted = isinstance(lease_error, NotACheckpointError)
                 found = None if deleted else _find(run, number, lease_error is None, options)
                 if found is None:
@@ -196,11 +177,11 @@ def _follow(
 
 
 def _hold(
-    run: Store, number: int, term_seconds: float, until_next: contextlib.ExitStack
+    run: Store, number: int, term_seconds: float, leases: contextlib.ExitStack
 ) -> StorageError | NotACheckpointError | None:
-    """Hold a step until `until_next` is closed. Returns the error that prevented this, if any."""
+    """Hold a step until `leases` is closed. Returns the error that prevented this, if any."""
     try:
-        until_next.enter_context(hold(run, number, term_seconds))
+        leases.enter_context(hold(run, number, term_seconds))
     except (NotACheckpointError, StorageError) as error:
         return error
     return None

@@ -79,9 +79,9 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
 
 def _raise_link_error(source: NativeCheckpoint, target: Store, key: str, length: int) -> NoReturn:
     """Raise the error that prevented a link to an object."""
-    became = source.change_since_open()
-    if became is not None:
-        raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being forked")
+    change = source.change_since_open()
+    if change is not None:
+        raise NotACheckpointError(f"the checkpoint at {source.url} was {change} while it was being forked")
     if problems := source.store.check_lengths({key: length}):
         raise DataError(f"{source.url}/{key} {problems[key]}")
     raise InputError(

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -313,14 +314,14 @@ _listeners = weakref.WeakSet[PreemptionListener]()
 """Those of this process that JAX's preemption service notifies."""
 
 
+@dataclass(slots=True)
 class _Queries:
     """What this process has asked JAX in its present job."""
 
-    def __init__(self, job: Job | None) -> None:
-        self.job = job
-        self.last_step: int | None = None
-        self.last_number = 0
-        """The last number that JAX was asked about for this step."""
+    job: Job | None
+    last_step: int | None = None
+    last_number: int = 0
+    """The last number that JAX was asked about for this step."""
 
 
 _queries = _Queries(None)

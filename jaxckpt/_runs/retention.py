@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
 from jaxckpt._model.records import Manifest, StepRecord
-from jaxckpt._options import require_bool, require_seconds, require_whole_number
+from jaxckpt._options import optional, require_bool, require_seconds, require_whole_number
 from jaxckpt._run_folder.steps import Mode, best_of
 from jaxckpt.errors import InputError
 
@@ -134,14 +134,12 @@ class RetentionPolicy:
         keep_last_of: object = None,
     ) -> Self:
         """The policy from the caller's arguments. Raises InputError."""
-        if keep_last is not None:
-            keep_last = require_whole_number(keep_last, "keep_last", minimum=1)
-        if keep_last_seconds is not None:
-            keep_last_seconds = require_seconds(keep_last_seconds, "keep_last_seconds")
-        if keep_every is not None:
-            keep_every = require_whole_number(keep_every, "keep_every", minimum=1)
-        if keep_every_seconds is not None:
-            keep_every_seconds = require_seconds(keep_every_seconds, "keep_every_seconds")
+        numbers = (
+            optional(require_whole_number, keep_last, "keep_last", minimum=1),
+            optional(require_seconds, keep_last_seconds, "keep_last_seconds"),
+            optional(require_whole_number, keep_every, "keep_every", minimum=1),
+            optional(require_seconds, keep_every_seconds, "keep_every_seconds"),
+        )
         # A list of rules, or one rule, which begins with a name.
         several = isinstance(keep_best, list | tuple) and not any(
             isinstance(entry, str) for entry in cast("list[Any]", keep_best)
@@ -157,10 +155,7 @@ class RetentionPolicy:
                 raise InputError(f"keep_last_of must have paths of subtrees for keys, found {path!r}")
             counts[path] = require_whole_number(count, f"keep_last_of[{path!r}]", minimum=1)
         return cls(
-            keep_last,
-            keep_last_seconds,
-            keep_every,
-            keep_every_seconds,
+            *numbers,
             bests,
             require_predicate(keep_if, "keep_if"),
             counts,
@@ -188,12 +183,12 @@ class RetentionPolicy:
         """The steps in whose favor others are deleted or lose subtrees. While these exist, the decisions about the
         others hold, whatever else another process deletes: of fewer steps, each rule keeps all that it keeps of more.
         """
-        steps = [verdict.step for verdict in decisions]
+        steps = [decision.step for decision in decisions]
         deciding = set[int]()
         for path, count in self.keep_last_of.items():
-            if any(path in verdict.dropped_subtrees for verdict in decisions):
-                deciding.update([verdict.step.number for verdict in decisions if verdict.kept][-count:])
-        unwanted = [verdict.step for verdict in decisions if not verdict.kept]
+            if any(path in decision.dropped_subtrees for decision in decisions):
+                deciding.update([decision.step.number for decision in decisions if decision.kept][-count:])
+        unwanted = [decision.step for decision in decisions if not decision.kept]
         if not unwanted:
             return deciding
         deciding.update(step.number for step in steps[-(self.keep_last or 1) :])

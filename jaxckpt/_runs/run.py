@@ -14,20 +14,29 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._keywords import explain_names
 from jaxckpt._model.paths import closest_hint
-from jaxckpt._model.records import Manifest
+from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
-from jaxckpt._options import Options, options_or_default, require_bool
+from jaxckpt._options import (
+    Options,
+    optional,
+    options_or_default,
+    require_bool,
+    require_seconds,
+    require_whole_number,
+)
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
 from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
-from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.incidents import Incident, read_incidents
 from jaxckpt._run_folder.leases import TERM_SECONDS
+from jaxckpt._run_folder.metrics import add_metrics, metrics_of, recorded_metrics
+from jaxckpt._run_folder.pins import pin_step, pins, unpin_name
 from jaxckpt._run_folder.run_paths import (
     best_rule,
+    manifest_of,
     metrics_by_step,
     missing_step_error,
     no_steps_error,
@@ -38,8 +47,7 @@ from jaxckpt._run_folder.run_paths import (
 from jaxckpt._run_folder.steps import (
     Mode,
     best_of,
-    pins,
-    read_metadata,
+    read_run_metadata,
     require_no_checkpoint,
     require_step,
     step_folders,
@@ -47,15 +55,13 @@ from jaxckpt._run_folder.steps import (
 )
 from jaxckpt._runs.follow import Step, follow_steps
 from jaxckpt._runs.fork import fork_step
-from jaxckpt._runs.step_notes import pin_step, recorded_metrics, unpin_name
 from jaxckpt._sources.compose import metrics_of_another_library
 from jaxckpt._sources.format_registry import missing_formats_hint
 from jaxckpt._sources.open_source import NamedStep, foreign_run_metadata, foreign_steps_of, source_at, step_of
-from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import run_at
-from jaxckpt.errors import InputError, NotACheckpointError
+from jaxckpt.errors import InputError
 
 StepName = int | str
 """A step: its number, "latest", "best", or the name of a pin."""
@@ -215,7 +221,7 @@ class Run:
             >>> jaxckpt.Run("/tmp/jaxckpt-doc/described").metadata()
             {'model': 'gpt-small', 'layers': 12}
         """
-        metadata = read_metadata(self._store)
+        metadata = read_run_metadata(self._store)
         if metadata is None and not possible_steps(self._store):
             return foreign_run_metadata(self._store.url, self._options)
         return metadata or {}
@@ -228,20 +234,13 @@ class Run:
         For a step of Orbax, those of its metrics that are numbers. Raises NotACheckpointError.
         """
         number = self._number(step)
-        manifest = self._manifest(number)
+        manifest = manifest_of(self._store.child(step_name(number)))
         if manifest is not None:
             return metrics_of(self._store, number, manifest.save_id, manifest.step)
         paths = self._foreign_paths()
         if number not in paths:
             raise missing_step_error(self._store, number, self.steps())
         return self._foreign_metrics(paths[number])
-
-    def _manifest(self, number: int) -> Manifest | None:
-        """The manifest of a step; None if no Checkpointer has saved this step, or it was deleted."""
-        try:
-            return load_manifest(self._store.child(step_name(number)))[0]
-        except NotACheckpointError:
-            return None
 
     def add_metrics(self, step: StepName, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step, or replace those that it has. `keep_best` and "best" respect them.
@@ -255,7 +254,7 @@ class Run:
             StorageError: The run's directory cannot be written to.
         """
         number, values = self._number(step), recorded_metrics(metrics)
-        manifest = self._manifest(number)
+        manifest = manifest_of(self._store.child(step_name(number)))
         if manifest is None:
             steps = self.steps()
             if number in steps:
@@ -427,11 +426,11 @@ class Run:
         return follow_steps(
             self._store,
             self._options,
-            after=after,
-            newest=newest,
-            timeout_seconds=timeout_seconds,
-            poll_seconds=poll_seconds,
-            term_seconds=term_seconds,
+            after=-1 if after is None else require_whole_number(after, "after", minimum=0, maximum=MAX_INTEGER),
+            timeout_seconds=optional(require_seconds, timeout_seconds, "timeout_seconds"),
+            poll_seconds=require_seconds(poll_seconds, "poll_seconds"),
+            term_seconds=require_seconds(term_seconds, "term_seconds"),
+            newest=require_bool(newest, "newest"),
         )
 
     def fork(self, new_directory: str | os.PathLike[str], *, step: StepName = "latest") -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,12 +18,12 @@ from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._run_folder.metrics import recorded_metrics
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.failures import Failures
 from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.schedule import SaveSchedule
-from jaxckpt._runs.step_notes import recorded_metrics
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.describe import missing_subtrees
 from jaxckpt._save.prepare import require_on_done
@@ -172,7 +173,7 @@ class RunStep(SharedPath):
 
 
 @dataclass(frozen=True, slots=True)
-class _Decision:
+class SaveDecision:
     """Whether a step is saved; the same in all processes."""
 
     is_last_step: bool
@@ -182,6 +183,16 @@ class _Decision:
     """Whether it is saved in the directory of the run, and not only in local folders."""
 
     due: bool
+
+
+@contextlib.contextmanager
+def checking(begin_call: Callable[[], Call]) -> Generator[None]:
+    """Raise an InputError of the block in a call, so that the calls of all processes stay synchronized."""
+    try:
+        yield
+    except InputError:
+        with begin_call():
+            raise
 
 
 class _Wait:
@@ -286,21 +297,15 @@ class Saver:
         decision = self._decide(step, metrics, begin_call, remember=True)
         if decision.is_last_step or not decision.due:
             return decision.due
-        try:
+        with checking(functools.partial(begin_call, step)):
             recorded_metrics(metrics)
-        except InputError:
-            with begin_call(step):
-                raise
         if overwrite:
             return True
         with begin_call(step) as call:
-            return call.run(functools.partial(self._is_new, call, step))
+            return call.in_process_0("looking for a step", functools.partial(self._is_new, step))
 
-    def _is_new(self, call: Call, step: int) -> bool:
-        with call.rendezvous("looking for a step") as rendezvous:
-            rendezvous.gather("")
-            exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps([step]))
-            return rendezvous.broadcast("exists" if exists else "new") == "new"
+    def _is_new(self, step: int) -> bool:
+        return step != self.last_save.step and step not in self.directory.steps([step])
 
     def _decide(
         self,
@@ -310,7 +315,7 @@ class Saver:
         *,
         force: bool = False,
         remember: bool = False,
-    ) -> _Decision:
+    ) -> SaveDecision:
         """Decide whether to save a step. With `remember`, the next decision about the same step is the same."""
         is_last_step = self.on_preemption != "ignore" and not self.preempted and self.preemption.is_last_step(step)
         to_storage = force or is_last_step or self.schedule.is_due(step, metrics, begin_call, remember=remember)
@@ -321,7 +326,7 @@ class Saver:
             for last in (self.last_save, self.last_flush):
                 if last.pending is not None and last.pending.done:
                     last.wait()
-        return _Decision(is_last_step, to_storage, due)
+        return SaveDecision(is_last_step, to_storage, due)
 
     def _check_rules(self, request: SaveRequest, begin_call: Callable[..., Call]) -> None:
         """Raise TreeError if `keep_last_of` does not fit the first tree, although no step is due yet."""

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._job.slow_processes import process_names
 from jaxckpt._model.records import StepRecord
-from jaxckpt._options import require_seconds, require_whole_number
+from jaxckpt._options import optional, require_seconds, require_whole_number
+from jaxckpt._run_folder.metrics import recorded_metrics
 from jaxckpt._runs.retention import evaluate_predicate, require_predicate
-from jaxckpt._runs.step_notes import recorded_metrics
-from jaxckpt.errors import PeersDisagreeError
-
-
-def compare(rendezvous: Rendezvous, settings: Mapping[str, Any]) -> Sequence[str]:
-    """Compare the settings, JSON values by name. Returns the name of each process's host in process 0, and nothing in
-    the others. Every process calls this; process 0 raises PeersDisagreeError."""
-    sent = list(map(json.loads, rendezvous.gather(json.dumps([settings, socket.gethostname()]))))
-    for name, first in settings.items():
-        differing = {process: values[name] for process, (values, _) in enumerate(sent) if values[name] != first}
-        if differing:
-            raise PeersDisagreeError(
-                f"{process_names([*differing])} created the Checkpointer with {name}={next(iter(differing.values()))},"
-                f" process 0 with {name}={first}: every process must give the same arguments"
-            )
-    return [host for _, host in sent]
-
-
-# The schedule ---------------------------------------------------------------------------------------------
-
 
 _CLOCK_CHECKS = 60
 """How often several processes check process 0's clock during `every_seconds`, if their steps are short enough."""
@@ -52,8 +29,8 @@ class SaveSchedule:
         """Takes the arguments of a Checkpointer, and the number of processes. Raises InputError."""
         if every is None and every_seconds is None and save_if is None:
             every = 1
-        self._every = None if every is None else require_whole_number(every, "every", minimum=1)
-        self._seconds = None if every_seconds is None else require_seconds(every_seconds, "every_seconds")
+        self._every = optional(require_whole_number, every, "every", minimum=1)
+        self._seconds = optional(require_seconds, every_seconds, "every_seconds")
         self._save_if = require_predicate(save_if, "save_if")
         is_given = "a function" if self._save_if else None
         self.settings = {"every": self._every, "every_seconds": self._seconds, "save_if": is_given}
@@ -103,7 +80,7 @@ class SaveSchedule:
             own = (False, 0)
             if call.index == 0:
                 own = call.here(lambda: (self._is_due_locally(step, metrics), self._plan_next_rendezvous()))
-            due, self._steps_to_rendezvous = call.decide("deciding whether to save", own)
+            due, self._steps_to_rendezvous = call.in_process_0("deciding whether to save", lambda: own)
             self._steps_since_rendezvous = 0
         return due
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from jaxckpt._job.call import Call
 from jaxckpt._job.slow_processes import process_names
 from jaxckpt._local_tier.peer_reads import DamagedError
-from jaxckpt._local_tier.recovery import Recovery
+from jaxckpt._local_tier.recovery import LocatedStep, Recovery
 from jaxckpt._local_tier.step_files import Candidate, candidates
 from jaxckpt._local_tier.tier import LocalSteps
 from jaxckpt._local_tier.union_source import UnionCheckpoint
@@ -19,27 +17,6 @@ from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._runs.directory import Directory
 from jaxckpt._sources.format_registry import missing_formats_hint
 from jaxckpt.errors import DataError, NotACheckpointError, PathNotSharedError
-
-
-@dataclass(frozen=True, slots=True)
-class LocatedStep:
-    """A step, and its location."""
-
-    step: int | None
-    """None if no step exists."""
-
-    local_source: UnionCheckpoint | None = None
-    """Its data in local folders; None for a step in the storage."""
-
-    has_all_copies: bool = True
-    """Whether every file has all its copies, for the current number of processes."""
-
-    @property
-    def local_save(self) -> tuple[int, str] | None:
-        """The step and the save id of a local step."""
-        return (
-            None if self.local_source is None or self.step is None else (self.step, self.local_source.manifest.save_id)
-        )
 
 
 class StepFinder:
@@ -52,20 +29,13 @@ class StepFinder:
 
     # Agreeing, every process -----------------------------------------------------------------------------
 
-    def find(
-        self, call: Call, step: int | None, wait_for_save: Callable[[], object], *, allow_peers: bool = True
-    ) -> LocatedStep:
-        """Find a step, by default the newest, after `wait_for_save`, which waits for a running save. Every process
-        calls this.
+    def find(self, call: Call, step: int | None, *, allow_peers: bool) -> LocatedStep:
+        """Find a step, by default the newest, in a lane, when no save is running. Every process calls this.
 
         Without local folders, a step that is given is not looked for. Without `allow_peers`, a local step counts only
         if each process sees all of its files. Raises DataError if the wanted step exists only in the local folders and
         is damaged there.
         """
-        call.here(wait_for_save)
-        return call.run(functools.partial(self._find, call, step, allow_peers=allow_peers))
-
-    def _find(self, call: Call, step: int | None, *, allow_peers: bool) -> LocatedStep:
         with call.rendezvous("looking for the newest step") as rendezvous:
             self._directory.require_same_folder()
             if step is not None and self._recovery is None:
@@ -82,11 +52,11 @@ class StepFinder:
             for candidate, sender in eligible:
                 assert self._recovery is not None
                 rendezvous.start_next()
-                whole = self._recovery.find_whole(
+                located = self._recovery.find_whole(
                     rendezvous, self._directory.url, Candidate(*candidate), sender, local_steps, allow_peers=allow_peers
                 )
-                if whole is not None:
-                    return LocatedStep(candidate[0], whole.source, whole.has_all_copies)
+                if located is not None:
+                    return located
         if eligible and storage_step is None and step is not None:
             raise DataError(
                 f"step {step} is damaged or incomplete in the local folders, and {self._directory.url} does not have it"

@@ -232,7 +232,7 @@ def _is_busy(call: Call) -> bool:
     """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
     times."""
     busy = any(not pending.done for pending in running_saves.unreported_saves())
-    return call.decide("deciding whether to save", busy)
+    return call.in_process_0("deciding whether to save", lambda: busy)
 
 
 # In a lane ---------------------------------------------------------------------------------------------

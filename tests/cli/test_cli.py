@@ -196,6 +196,16 @@ def test_rm_refuses_a_pinned_step(tmp_path: Path) -> None:
     assert jaxckpt.Run(tmp_path / "run").steps() == [2]
 
 
+def test_rm_deletes_the_metrics_that_were_added_to_a_step(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as steps:
+        for step in (1, 2):
+            steps.save(step, {"w": np.full(3, step)})
+            steps.add_metrics(step, {"accuracy": 0.5, "loss": 1})
+    run("rm", str(tmp_path / "run@1"), "--yes")
+    assert {path.name[:15] for path in (tmp_path / "run" / "_run").glob("metric-*")} == {"metric-00000002"}
+    assert jaxckpt.Run(tmp_path / "run").metrics(2) == {"accuracy": 0.5, "loss": 1}
+
+
 def test_rm_reports_data_that_it_could_not_delete(tmp_path: Path) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.zeros(3)})

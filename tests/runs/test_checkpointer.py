@@ -730,7 +730,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
         ]
         patched.undo()
         assert fail_fast or (checkpoints.save(3, state(3)) and checkpoints.steps() == [3])
-        checkpoints._last_save.pending = None  # reported above
+        checkpoints._saver.last_save.pending = None  # reported above
 
 
 def failing_at(part: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_a_failure_is_raised_once_and_the_next_pass_tries_again(
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "unpublish", refusing)
         checkpoints.save(2, state(2))
-        checkpoints._last_save.wait()
+        checkpoints._saver.last_save.wait()
         checkpoints._deletion.wait()
     assert checkpoints.steps() == [0, 2]
     assert checkpoints.restore()["step"] == 2, "a restore does not raise the error"

@@ -40,6 +40,16 @@ def test_new_rules_delete_only_after_a_notice(tmp_path: Path, caplog: pytest.Log
     assert len(notices(caplog)) == 1
 
 
+@pytest.mark.parametrize("content", [b"", b'{"rules": 1}', b'{"x": ' + b"[" * 99999 + b"]" * 99999 + b"}"])
+def test_a_damaged_record_of_the_rules_counts_as_none(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "_run" / "rules.json").write_bytes(content)
+    assert save(tmp_path, 3, keep_last=1).steps() == [3]
+    assert "2 steps that existed before: 1, 2." in notices(caplog)[-1]
+
+
 def test_keep_existing_keeps_them_for_every_restart_with_these_rules(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -247,15 +247,17 @@ def test_decisions_hold_while_the_deciding_steps_exist(rng: random.Random) -> No
     now = start + datetime.timedelta(seconds=650)
     decisions = policy.decide(steps, now)
     deciding = policy.deciding_steps(decisions)
-    others = [verdict.step for verdict in decisions if verdict.kept and verdict.step.number not in deciding]
+    others = [decision.step for decision in decisions if decision.kept and decision.step.number not in deciding]
     lost = {step.number for step in others if rng.random() < 0.5}
-    after = {v.step.number: v for v in policy.decide([s for s in steps if s.number not in lost], now)}
-    for verdict in decisions:
-        number = verdict.step.number
+    after = {
+        decision.step.number: decision for decision in policy.decide([s for s in steps if s.number not in lost], now)
+    }
+    for decision in decisions:
+        number = decision.step.number
         if number in lost:
             continue
-        assert not (not verdict.kept and after[number].kept), (number, policy)
-        assert {*verdict.dropped_subtrees} <= {*after[number].dropped_subtrees}, (number, policy)
+        assert not (not decision.kept and after[number].kept), (number, policy)
+        assert {*decision.dropped_subtrees} <= {*after[number].dropped_subtrees}, (number, policy)
 
 
 def test_the_only_step_with_the_metric_of_keep_best_decides() -> None:

@@ -146,12 +146,12 @@ def test_the_rules(
         SavedStep(step, NOW - datetime.timedelta(days=days, seconds=1), StepRecord(step, metrics))
         for step, (metrics, days) in sorted(steps.items())
     ]
-    verdicts = RetentionPolicy.of(**rules).decide(found, NOW)
-    assert [verdict.step for verdict in verdicts] == found
+    decisions = RetentionPolicy.of(**rules).decide(found, NOW)
+    assert [decision.step for decision in decisions] == found
     expected = wanted({step: Kept(*known) for step, known in steps.items()}, rules)
-    assert {verdict.step.number for verdict in verdicts if verdict.kept} == expected
-    for verdict in verdicts:
-        assert verdict.why.startswith("not kept by ") != verdict.kept
+    assert {decision.step.number for decision in decisions if decision.kept} == expected
+    for decision in decisions:
+        assert decision.why.startswith("not kept by ") != decision.kept
 
 
 @given(gaps=st.lists(st.integers(1, 30), min_size=1, max_size=40), first=st.integers(0, 30), every=st.integers(1, 20))
@@ -238,12 +238,12 @@ def test_orbaxs_policies_as_the_docs_write_them(tmp_path: Path) -> None:
         assert checkpoints.steps() == [1, 2, 4, 6]
 
 
-def test_a_verdict_gives_its_reason() -> None:
+def test_a_decision_gives_its_reason() -> None:
     found = [SavedStep(step, NOW, StepRecord(step, {"loss": float(step)})) for step in range(6)]
     rules = RetentionPolicy.of(
         keep_last=2, keep_every=3, keep_best=[("loss", "min", 2)], keep_if=lambda step, metrics: step == 3
     )
-    assert [verdict.why for verdict in rules.decide(found, NOW)] == [
+    assert [decision.why for decision in rules.decide(found, NOW)] == [
         "keep_every=3, keep_best=('loss', 'min', 2)",
         "keep_best=('loss', 'min', 2)",
         "not kept by keep_last=2, keep_every=3, keep_best=('loss', 'min', 2), keep_if",
@@ -251,13 +251,13 @@ def test_a_verdict_gives_its_reason() -> None:
         "keep_last=2",
         "keep_last=2",
     ]
-    assert [verdict.why for verdict in RetentionPolicy.of(keep_every=4).decide(found, NOW)][-2:] == [
+    assert [decision.why for decision in RetentionPolicy.of(keep_every=4).decide(found, NOW)][-2:] == [
         "keep_every=4",
         "the newest",
     ]
-    assert {verdict.why for verdict in RetentionPolicy().decide(found, NOW)} == {"no rule"}
+    assert {decision.why for decision in RetentionPolicy().decide(found, NOW)} == {"no rule"}
     unmeasured = RetentionPolicy.of(keep_last=1, keep_best=("accuracy", "max")).decide(found, NOW)
-    assert {verdict.why for verdict in unmeasured} == {
+    assert {decision.why for decision in unmeasured} == {
         "keep_best=('accuracy', 'max', 1), while no step has that metric"
     }
     assert RetentionPolicy.of(keep_last=1).decide([], NOW) == []
@@ -267,9 +267,9 @@ def test_a_verdict_gives_its_reason() -> None:
 def test_subtrees_are_dropped_once_from_all_but_the_newest(ages: list[bool], count: int) -> None:
     found = [SavedStep(n, NOW, StepRecord(n, dropped=["opt"] if gone else [])) for n, gone in enumerate(ages)]
     expected = {n for n, gone in enumerate(ages) if n < len(ages) - count and not gone}
-    verdicts = RetentionPolicy(keep_last_of={"opt": count}).decide(found, NOW)
+    decisions = RetentionPolicy(keep_last_of={"opt": count}).decide(found, NOW)
     assert {
-        verdict.step.number: verdict.dropped_subtrees for verdict in verdicts if verdict.dropped_subtrees
+        decision.step.number: decision.dropped_subtrees for decision in decisions if decision.dropped_subtrees
     } == dict.fromkeys(expected, ("opt",))
 
 
@@ -461,7 +461,7 @@ class Run(RuleBasedStateMachine):
         try:
             self.save(step, {"loss": 0.0, "accuracy": 0.0}, force=True)
             with contextlib.suppress(Crash):
-                self.checkpoints._last_save.wait()
+                self.checkpoints._saver.last_save.wait()
                 crashed.wait()
         finally:
             Deletion._delete_remains = clear

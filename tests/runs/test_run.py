@@ -17,7 +17,7 @@ from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt import errors
-from jaxckpt._runs import step_notes as pins
+from jaxckpt._run_folder import pins
 from jaxckpt._store.folder import Folder
 
 FAST = jaxckpt.Options(sync=False)
@@ -322,6 +322,13 @@ def test_wrong_and_damaged_metrics_are_errors(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(errors.DataError, match="a metric that was added to a step, is damaged"):
             run.metrics(1)
+
+
+def test_incidents_that_are_nested_too_deep_are_an_error(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "_run" / "incidents.json").write_bytes(b'[{"x": ' + b"[" * 99999 + b"]" * 99999 + b"}]")
+    with pytest.raises(errors.DataError, match=r"incidents\.json is damaged: "):
+        jaxckpt.Run(tmp_path).incidents()
 
 
 # Metadata of the run ---------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Metrics that are added to a step after it was saved, by an evaluator for example. Each is a small file of the run.
+"""Metrics of steps: those of a save, and those that were added afterwards, by an evaluator for example.
+
+Each added metric is a small file of the run:
 
     _run/metric-00000040-<digest of the name>.json      {"save_id": …, "name": "accuracy", "value": 0.9}
 
@@ -10,18 +12,49 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import reprlib
 from collections.abc import Container, Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from jaxckpt._model import typed_json
+from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import StepRecord
-from jaxckpt._run_folder.steps import RUN, TRASH, is_published, is_step, step_name
+from jaxckpt._model.values import is_utf8
+from jaxckpt._run_folder.steps import RUN, TRASH, decode_note, is_published, is_step, step_name
 from jaxckpt._store.store import Store
-from jaxckpt.errors import DataError, NotACheckpointError, StorageError
+from jaxckpt.errors import InputError, NotACheckpointError, StorageError
 
 _PREFIX = "metric-"
+
+
+def recorded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """Metrics by name, None for NaN. Raises InputError."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"metrics must be a mapping of names to numbers, found {reprlib.repr(metrics)}")
+    return {_require_name(name): _number(name, value) for name, value in metrics.items()}
+
+
+def _require_name(name: object) -> str:
+    if not isinstance(name, str) or not is_utf8(name):
+        raise InputError(f"the names in metrics must be str (UTF-8), found {ascii(name)[:80]}")
+    return str.__str__(name)
+
+
+def _number(name: str, value: Any) -> float | None:
+    if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("S", "U"):
+        # float() also accepts these
+        raise InputError(f"metric {name!r} must be a number, found {reprlib.repr(value)}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: an array of other processes
+        raise InputError(f"metric {name!r} must be a number, found {reprlib.repr(value)}: {error}") from error
+    return None if math.isnan(number) else number
+
+
+# Added metrics --------------------------------------------------------------------------------------------
 
 
 class _AddedMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -66,10 +99,7 @@ def read_added_metrics(run: Store, steps: Container[int]) -> AddedMetrics:
     for (name, step), content in zip(step_by_name.items(), notes.read_all(step_by_name), strict=True):
         if content is None:  # removed in the meantime
             continue
-        try:
-            metric = typed_json.decode(content, _AddedMetric)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{notes.url}/{name}, a metric that was added to a step, is damaged: {error}") from error
+        metric = decode_note(run, name, content, _AddedMetric, ", a metric that was added to a step,")
         value = metric.infinite * math.inf if metric.infinite else metric.value
         added.setdefault((step, metric.save_id), {})[metric.name] = value
     return added
@@ -81,9 +111,13 @@ def metrics_of(run: Store, step: int, save_id: str, record: StepRecord | None) -
     return {**saved, **read_added_metrics(run, (step,)).get((step, save_id), {})}
 
 
-def remove_added_metrics(run: Store, step: int) -> None:
-    """Delete the metrics that were added to a step, which was deleted. Raises StorageError."""
-    notes = run.child(RUN)
+def clear_step(run: Store, step: int) -> None:
+    """Delete the remains of a step that was unpublished, and the metrics that were added to it. Raises StorageError."""
+    child, notes = run.child(step_name(step)), run.child(RUN)
+    child.clear()
+    if child.read(MANIFEST) is not None:  # it has been published in the meantime
+        return
+    run.unmark(step_name(step))
     for name in notes.names():
         if _step_of(name, incomplete=True) == step:
             notes.remove(name)
