@@ -16,7 +16,7 @@ from processes import run_python
 PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted.py"
 
 # Tests every nth moment of the main thread, or all (`--campaign`).
-STRIDES = {"save": 17, "save_async": 17, "wait": 1, "restore": 13, "checkpointer": 41}
+STRIDES = {"save": 17, "save_async": 16, "wait": 1, "restore": 13, "checkpointer": 41}
 
 
 @pytest.mark.child
