@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._formats.average import average as average
-from jaxckpt._formats.sampler_deltas import ENCODINGS, Encoding, PublishedVersion, SamplerDeltas, require_rules
+from jaxckpt._formats.sampler_deltas import ENCODINGS, Encoding, PublishedVersion, SamplerDeltas
+from jaxckpt._formats.sampler_deltas import require_rules as _require_rules
 from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.select import Rename, Select
 from jaxckpt._model.tree import Tree
@@ -183,7 +184,7 @@ def _sampler_deltas(
     target, files = local_path(directory, "directory"), None if base is None else local_path(base, "base")
     if target is None or (base is not None and (files is None or not os.path.isdir(files))):
         raise InputError(f"format={format!r} needs a local directory, and base= a local folder")
-    return SamplerDeltas(target, format, require_rules(rules), files)
+    return SamplerDeltas(target, format, _require_rules(rules), files)
 
 
 @explain_keywords
