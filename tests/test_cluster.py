@@ -97,7 +97,7 @@ def test_all_silent_processes_of_a_large_rendezvous_are_named(coordination: Any)
             with coordination.meeting(coordination.call_of(index, 200, service, first=True)) as rendezvous:
                 rendezvous.gather("here")
     first = coordination.call_of(0, 200, service, first=True)
-    first.timeout_seconds = 0.4
+    first.watchdog.seconds = 0.4
     with (
         pytest.raises(jaxckpt.errors.PeerTimeoutError, match="processes 1, 64, 199 of 200 did not respond"),
         coordination.meeting(first) as rendezvous,
