@@ -23,6 +23,14 @@ from jaxckpt._store.files import FileWriter
 from jaxckpt._store.folder import Folder
 
 
+@pytest.fixture(autouse=True)
+def no_handler() -> Iterator[None]:
+    """A Checkpointer that another test has left open has set a handler of SIGTERM."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(("stride", "asks"), [(1, []), (10, []), (10, ["asks"])])
 def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
     run_processes: RunProcesses, tmp_path: Path, stride: int, asks: list[str]
