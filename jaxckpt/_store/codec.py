@@ -24,19 +24,15 @@ from jaxckpt._model.pieces import Array, Bytes, Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.zarr import Chunks
 from jaxckpt._options import THREADS
-from jaxckpt._pipeline.workers import BACKGROUND_THREADS
 from jaxckpt._store.store import ObjectRecord
 from jaxckpt.errors import DataError
 
 BATCH_BYTES = 4 << 20
 READ_BYTES = 16 << 20
 """Approximate bytes per system call that writes, or that reads into the destination. A thread releases the GIL for a
-system call and then waits to get it back, so few calls are better than many."""
-
-BACKGROUND_BATCH_BYTES = max(4 << 20, min(16 << 20, (64 << 20) // BACKGROUND_THREADS))
-"""As `BATCH_BYTES`, for a background save, which also gathers this much with one call of NumPy. If the program computes
-in Python, each call that releases the GIL costs the switch interval of 5 ms: then a save of 1 GiB, in chunks of 2 MiB
-that must be gathered, took 10 s when it gathered and wrote each chunk by itself."""
+system call and then waits to get it back, so few calls are better than many. As much is gathered with one call of
+NumPy: next to a loop that computes in Python for 0.1 ms a step, a background save of 1 GiB takes 0.8 s, and took 12 s
+when each chunk of 2 MiB was gathered and written by itself."""
 
 BLOCK_BYTES = max(2 << 20, min(8 << 20, (32 << 20) // THREADS))
 """Bytes of chunks that a thread reads together to copy them from there: of all threads 32 MiB, which the cores' shared
@@ -54,19 +50,12 @@ Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 def encode(
-    stack: Stack,
-    index: tuple[int, ...],
-    pieces: Pieces,
-    write: Callable[[Sequence[Any]], object],
-    *,
-    content: bool,
-    in_background: bool = False,
+    stack: Stack, index: tuple[int, ...], pieces: Pieces, write: Callable[[Sequence[Any]], object], *, content: bool
 ) -> ObjectRecord:
     """Encode an object. `write` gets its bytes in sequence, and must be done with them when it returns. With `content`,
     also compute the digest of its content."""
-    out = _Output(write, stack.chunk_stored_bytes, content, BACKGROUND_BATCH_BYTES if in_background else BATCH_BYTES)
-    gathered_bytes = BACKGROUND_BATCH_BYTES if in_background else zarr.CHUNK_BATCH_BYTES
-    for numbers, data in chunks_of(stack, index, pieces, out.write, gathered_bytes):
+    out = _Output(write, stack.chunk_stored_bytes, content)
+    for numbers, data in chunks_of(stack, index, pieces, out.write, BATCH_BYTES):
         out.add(numbers, data)
     out.buffers.append(encode_index(stack, out.numbers))
     out.write()
@@ -78,9 +67,7 @@ def encode(
 class _Output:
     """The chunks of an object, each followed by its checksum, on their way to `write`."""
 
-    def __init__(
-        self, write: Callable[[Sequence[Any]], object], stored_bytes: int, content: bool, batch_bytes: int
-    ) -> None:
+    def __init__(self, write: Callable[[Sequence[Any]], object], stored_bytes: int, content: bool) -> None:
         self.numbers: list[int] = []
         """Numbers of the chunks, in file order."""
 
@@ -95,7 +82,6 @@ class _Output:
         """Chunks and checksums for the next write."""
 
         self._content = content
-        self._batch_bytes = batch_bytes
         self._write = write
         self._stored_bytes = stored_bytes
         self._waiting_bytes = 0
@@ -109,7 +95,7 @@ class _Output:
                 self.contents.append(chunk_digest(chunk))
             self.buffers += (chunk, checksum.to_bytes(4, "little"))
             self._waiting_bytes += self._stored_bytes
-            if self._waiting_bytes >= self._batch_bytes:
+            if self._waiting_bytes >= BATCH_BYTES:
                 self.write()
         self.numbers += numbers
 
@@ -346,8 +332,8 @@ def _interleave(chunks: Sequence[Any], sums: Sums) -> list[Any]:
 # Checksums ------------------------------------------------------------------------------------------------
 
 
-def _checksum(data: Any, held_bytes: int = 2 << 20) -> int:
-    """Crc32c. Holds the GIL for at most this many bytes, 80 µs by default, because getting the GIL back from a busy
+def _checksum(data: Any, held_bytes: int = 1 << 20) -> int:
+    """Crc32c. Holds the GIL for at most this many bytes, 40 µs by default, because getting the GIL back from a busy
     Python thread may take the switch interval of 5 ms. Threads that read are rarely busy in Python: 64 KiB for these
     makes a restore 2 to 8 % faster."""
     return crc32c.crc32c(data, 0, 0 if len(data) <= held_bytes else 1)

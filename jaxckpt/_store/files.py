@@ -28,7 +28,7 @@ from jaxckpt._model.grid import Box, slices_within
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.watchdog import current_watchdog, require_not_stalled
+from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
 from jaxckpt._store.codec import ChunkIndex, OpenObject, Target, encode
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
@@ -57,13 +57,11 @@ class FileWriter:
         return submit(functools.partial(self._write, index, pieces, content))
 
     def _write(self, index: tuple[int, ...], pieces: Pieces, content: bool) -> ObjectRecord:
-        path, watchdog = _path(self.folder, index), current_watchdog()
+        path = _path(self.folder, index)
         with translate_os_errors(f"cannot write {path}"):
             handle = retry_stale(_create_file, path, self.folder)
             try:
-                write = functools.partial(write_all, handle)
-                in_background = watchdog is not None and watchdog.in_background
-                written = encode(self.stack, index, pieces, write, content=content, in_background=in_background)
+                written = encode(self.stack, index, pieces, functools.partial(write_all, handle), content=content)
                 if self.sync:
                     os.fsync(handle)
                 return written

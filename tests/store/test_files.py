@@ -173,8 +173,7 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
 
 
 @given(stacks(), st.data())
-def test_a_background_save_writes_the_same_chunks(stack: Stack, data: st.DataObject) -> None:
-    """It gathers several at a time."""
+def test_chunks_are_the_same_however_many_are_gathered_together(stack: Stack, data: st.DataObject) -> None:
     index, box = data.draw(st.sampled_from(list(stack.objects())))
     box = intersection(box, whole_box(stack.array_shape)) or box
     sides, dtype = extent(box), DTYPES[stack.dtype]
@@ -186,23 +185,17 @@ def test_a_background_save_writes_the_same_chunks(stack: Stack, data: st.DataObj
     arrays = [((*box[:-1], (first + start, first + stop)), content[..., start:stop]) for start, stop in cuts]
     pieces = Pieces(box, dtype, box[0][1] - box[0][0], [arrays])
 
-    def written(*, in_background: bool) -> tuple[Any, list[bytes]]:
+    def written(batch_bytes: int) -> tuple[Any, list[bytes]]:
         out = bytearray()
-        record = _codec.encode(
-            stack,
-            index,
-            pieces,
-            lambda buffers: out.extend(b"".join(map(bytes, buffers))),
-            content=True,
-            in_background=in_background,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_codec, "BATCH_BYTES", batch_bytes)
+            record = _codec.encode(
+                stack, index, pieces, lambda buffers: out.extend(b"".join(map(bytes, buffers))), content=True
+            )
         ends = range(0, len(out) - stack.index_bytes + 1, stack.chunk_stored_bytes)
         return record, sorted(bytes(out[start:stop]) for start, stop in itertools.pairwise(ends))
 
-    with pytest.MonkeyPatch.context() as patch:
-        batch = data.draw(st.sampled_from([2, 3, 1000])) * stack.chunk_stored_bytes
-        patch.setattr(_codec, "BACKGROUND_BATCH_BYTES", batch)
-        assert written(in_background=True) == written(in_background=False)
+    assert written(data.draw(st.sampled_from([2, 3, 1000])) * stack.chunk_stored_bytes) == written(1)
 
 
 def intersects(chunk: Box | None, part: Box) -> bool:
