@@ -82,9 +82,10 @@ def _named(stored: Iterator[tuple[str, ForeignArray]], value: Any) -> Any:
 
 def _number(path: str, kind: Any, stored: Any) -> Any:
     """A number of the file as one of the target's type. Raises MismatchError if it is not the same number."""
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(over="ignore"):
         number = kind(stored)
-        if number == stored or stored != stored:
+        value = number.item() if isinstance(number, np.generic) else number  # NumPy compares in its own precision
+        if value == stored or (value != value and stored != stored):
             return number
     raise MismatchError.of(
         "the file has another number", [Problem(path, f"is {stored!r}, which is not a {kind.__name__}, as in target")]

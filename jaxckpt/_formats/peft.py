@@ -129,6 +129,8 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
             else:
                 data = _MergedData(tensor, value, b, _scale(match[1], config, rank), is_transposed)
                 tensors[name] = replace(tensor, data=data)
+        elif path.replace("lora_B", "lora_A") not in lora.paths:
+            problems.append(Problem(path, "has no lora_A"))
     if problems:
         raise MismatchError.of(f"the adapter {os.fspath(adapter)} does not fit {source.url}", problems)
     view = compose(source.url, nested_dicts(tensors), source.manifest.format, metadata=source.manifest.metadata)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack, overload
 
@@ -132,10 +131,12 @@ def follow_steps(
     yielded: list[_Yielded] = []  # with `newest` only the last one, because an older one may become the newest again
     while True:
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
-        # They count as deleted once there is a step after them. Until then, the directory may only be away.
-        kept = [*itertools.dropwhile(lambda step: not step.is_unchanged(run), reversed(yielded))][::-1]
+        kept = _unchanged(run, yielded)
         last = kept[-1].number if kept else after
         published, _ = step_folders(run, above=last)
+        # The others were deleted, unless the directory was away for a moment.
+        if len(kept) < len(yielded) and published and len(_unchanged(run, yielded)) != len(kept):
+            published = []
         with contextlib.ExitStack() as leases:
             found = None
             for number in reversed(published) if newest else published:
@@ -166,6 +167,12 @@ def follow_steps(
         if ended or (timeout_seconds is not None and waited >= timeout_seconds):
             return
         time.sleep(poll_seconds if timeout_seconds is None else min(poll_seconds, timeout_seconds - waited))
+
+
+def _unchanged(run: Store, yielded: Sequence[_Yielded]) -> Sequence[_Yielded]:
+    """The steps up to the last one that is unchanged."""
+    count = next((n for n in range(len(yielded), 0, -1) if yielded[n - 1].is_unchanged(run)), 0)
+    return yielded[:count]
 
 
 def _hold(

@@ -11,6 +11,7 @@ from jaxckpt._model.manifest import state_file_name
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import run_to_the_end
+from jaxckpt._run_folder.metrics import add_metrics, read_added_metrics
 from jaxckpt._run_folder.steps import step_folders, step_name
 from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._sources.source import NativeCheckpoint
@@ -30,7 +31,7 @@ from jaxckpt.errors import (
 
 def fork_step(path: Path, new_run: Path, options: Options) -> int:
     """Start a new run from the step at a path. Returns its number. Raises as `Run.fork`."""
-    source, _, number = step_of(source_at(path, options), "give a run, or one of its steps")
+    source, run, number = step_of(source_at(path, options), "give a run, or one of its steps")
     new = store_at(new_run, options).absolute()
     steps = [] if new.is_file() else step_folders(new)[0]
     if steps or new.is_file() or MANIFEST in new.names() or new.published_data():
@@ -48,6 +49,9 @@ def fork_step(path: Path, new_run: Path, options: Options) -> int:
     run_to_the_end(
         functools.partial(_fork, source, new.child(step_name(number)), options.sync), options.timeout_seconds
     )
+    save_id = source.manifest.save_id
+    if added := read_added_metrics(run, [number]).get((number, save_id)):
+        add_metrics(new, number, save_id, added, sync=options.sync)
     return number
 
 

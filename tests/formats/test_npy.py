@@ -120,9 +120,14 @@ def test_equinox_files_with_a_target(tmp_path: Path) -> None:
     eqx.tree_serialise_leaves(tmp_path / "8.eqx", eight)  # Equinox itself cannot read them
     assert eqx.tree_equal(jaxckpt.restore(jaxckpt.formats.eqx_file(tmp_path / "8.eqx", eight), eight), eight)
     eqx.tree_serialise_leaves(tmp_path / "n.eqx", {"rate": 0.1, "z": 1j, "n": float("inf")})
-    for wrong in ({"rate": 0, "z": 1j, "n": 1.0}, {"rate": 0.1, "z": 1.0, "n": 1.0}, {"rate": 0.1, "z": 1j, "n": 1}):
-        with pytest.raises(MismatchError, match=r"'\w+' is .*, which is not an? (int|float), as in target"):
-            jaxckpt.formats.eqx_file(tmp_path / "n.eqx", wrong)
+    numbers = {"rate": 0.1, "z": 1j, "n": 1.0}
+    for wrong in ({"rate": 0}, {"z": 1.0}, {"n": 1}, {"rate": np.float32(1)}):
+        with pytest.raises(MismatchError, match=r"'\w+' is .*, which is not a \w+, as in target"):
+            jaxckpt.formats.eqx_file(tmp_path / "n.eqx", numbers | wrong)
+    eqx.tree_serialise_leaves(tmp_path / "nan.eqx", {"n": float("nan")})
+    assert np.isnan(jaxckpt.load_numpy(jaxckpt.formats.eqx_file(tmp_path / "nan.eqx", {"n": 0.0}))["n"])
+    with pytest.raises(MismatchError, match="is nan, which is not a bool"):
+        jaxckpt.formats.eqx_file(tmp_path / "nan.eqx", {"n": True})
     with pytest.raises(MismatchError, match=r"'w' .*has dtype \|V1, because NumPy's format does not record dtypes"):
         jaxckpt.formats.eqx_file(tmp_path / "8.eqx", {**eight, "w": jnp.ones(3)})
     with pytest.raises(MismatchError, match=r"eqx_file\(path, target\) opens it with those of the target"):

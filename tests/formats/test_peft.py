@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import numpy_models
 import pytest
+import safetensors.numpy
 import tensorstore as ts
 from command_line import run
 from jax.sharding import PartitionSpec as P
@@ -79,6 +81,17 @@ def test_leaves_of_an_adapter_and_back(family: str, scan: bool, tmp_path: Path) 
     with torch.no_grad():
         found = model.eval()(torch.tensor(expected["tokens"])).logits.numpy()
     np.testing.assert_allclose(found, expected["logits"], rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize(("lost", "left"), [("lora_A", "lora_B"), ("lora_B", "lora_A")])
+def test_an_adapter_that_lacks_a_half_is_an_error(lost: str, left: str, tmp_path: Path) -> None:
+    shutil.copytree(DATA / "peft" / FAMILIES[0], tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = next(name for name in tensors if lost in name)
+    safetensors.numpy.save_file({other: value for other, value in tensors.items() if other != name}, file)
+    with pytest.raises(jaxckpt.MismatchError, match=re.escape(name.replace(lost, left))):
+        jaxckpt.formats.merge_lora(BASES / FAMILIES[0], tmp_path / "adapter")
 
 
 def test_an_adapter_that_does_not_fit_is_an_error(tmp_path: Path) -> None:

@@ -261,6 +261,32 @@ def test_a_follower_waits_while_the_directory_is_away(tmp_path: Path, newest: bo
     assert followed(str(tmp_path / "run"), away, newest=newest) == ([30] if newest else [10, 20, 30])
 
 
+def test_a_follower_of_many_steps_waits_while_the_directory_comes_and_goes(tmp_path: Path) -> None:
+    fill(str(tmp_path / "run"), *range(1, 101))
+    steps = jaxckpt.Run(tmp_path / "run").follow(poll_seconds=0.001, timeout_seconds=30)
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.wait(0.2):
+            os.rename(tmp_path / "run", tmp_path / "elsewhere")
+            time.sleep(0.005)
+            os.rename(tmp_path / "elsewhere", tmp_path / "run")
+
+    (tmp_path / "run" / "_run" / "ended.json").unlink()
+    assert [next(steps).number for _ in range(100)] == [*range(1, 101)]
+    moving = threading.Thread(target=come_and_go)
+    moving.start()
+    repeated = list[int]()
+    following = threading.Thread(target=lambda: repeated.extend(step.number for step in steps), daemon=True)
+    following.start()
+    time.sleep(3)
+    ended.set()
+    moving.join()
+    (tmp_path / "run" / "_run" / "ended.json").write_text("{}")
+    following.join(30)
+    assert not repeated
+
+
 def test_a_server_goes_back_with_the_training(run: str) -> None:
     assert followed(run, lambda checkpoints: went_back(checkpoints, 30, 20), newest=True) == [30, -30]
 

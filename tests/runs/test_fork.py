@@ -162,3 +162,12 @@ def test_a_checkpoint_does_not_become_a_run(run: Path, tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="alone is a checkpoint"):
         jaxckpt.Run(run).fork(tmp_path / "alone")
     assert files(tmp_path / "alone").keys() == before
+
+
+def test_a_fork_has_the_metrics_that_were_added(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(2, {"w": np.ones(3)}, metrics={"loss": 0.5})
+    run = jaxckpt.Run(tmp_path / "run")
+    run.add_metrics(2, {"accuracy": 0.9, "loss": 0.25})
+    run.fork(tmp_path / "fork", step=2)
+    assert jaxckpt.Run(tmp_path / "fork").metrics(2) == {"accuracy": 0.9, "loss": 0.25}
