@@ -29,7 +29,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Replicas
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._store.store_path import local_path, store_at
-from jaxckpt.errors import DataError, InputError, MismatchError, Problem, UnsupportedError, show_count
+from jaxckpt.errors import DataError, InputError, MismatchError, Problem, show_count
 
 
 @explain_keywords
@@ -205,7 +205,7 @@ class _ExactLeaves:
                     what = f"{array.dtype}{list(array.shape)}"
                     reason = f"is not a float, but {what}, and differs between {names[0]} and {names[1]}"
                     return Problem(path, reason, _REMEDY)
-        except (DataError, UnsupportedError) as error:
+        except DataError as error:
             return Problem(path, f"cannot be read: {error}", _REMEDY)
         return None
 

@@ -19,8 +19,8 @@ from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._sources.open_source import located
 from jaxckpt._store.foreign_files import (
     BucketFiles,
-    LocalFiles,
     OpenedFiles,
+    SeenFiles,
     exists,
     is_file,
     list_names,
@@ -51,7 +51,7 @@ def located_together(places: Mapping[str, str | os.PathLike[str]]) -> tuple[list
             if files.url != bucket.url:
                 raise InputError(f"{what} is at {files.url}, others at {bucket.url}: copy all of them to one place")
         paths.append(path)
-    return paths, bucket or LocalFiles()
+    return paths, bucket or SeenFiles()
 
 
 def reads_files(function: Callable[P, T]) -> Callable[P, T]:

@@ -54,7 +54,6 @@ def chunks_of(
         if array is not None and run is not None:
             yield run, array.reshape(-1).view(np.uint8)
             continue
-        source = pieces if array is None else Pieces(box, pieces.dtype, box[0][1] - box[0][0], [[(box, array)]])
         tiles = None if array is None or batch_bytes < 2 * size else _tiles(stack.chunk, box, array)
         if tiles is not None:
             for numbers, group in zarr.in_groups(stack, index, box, tiles, batch_bytes // size):
@@ -62,6 +61,7 @@ def chunks_of(
                 np.copyto(as_bits(data.view(pieces.dtype)).reshape(group.shape), as_bits(group))
                 yield numbers, data
             continue
+        source = pieces if array is None else Pieces(box, pieces.dtype, box[0][1] - box[0][0], [[(box, array)]])
         for block in zarr.chunk_runs(stack, index, box):
             data = None if array is None else contiguous_bytes(block.box, box, array)
             if data is None:

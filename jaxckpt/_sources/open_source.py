@@ -33,8 +33,8 @@ from jaxckpt._sources.signatures import describe, describe_content, describe_unk
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.foreign_files import (
     BucketFiles,
-    LocalFiles,
     OpenedFiles,
+    SeenFiles,
     is_folder,
     names_at,
     store_of,
@@ -216,7 +216,7 @@ def located(location: str | os.PathLike[str], options: Options) -> tuple[str, Op
     """A location as a path of `foreign_files`, and the files of its bucket or of the file system."""
     local = local_path(location)
     if local is not None:
-        return local, LocalFiles()
+        return local, SeenFiles()
     store = store_at(location, options)
     files, path = BucketFiles.at(cast("Bucket", store), index_names())
     return path, files

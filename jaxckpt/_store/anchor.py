@@ -45,7 +45,7 @@ class Anchor:
             self._folder = _open_nearest(self._path)
 
     def release(self) -> None:
-        """Forget the folder, so that its file system can be unmounted. The next check remembers it anew."""
+        """Forget the folder, so that its file system can be unmounted. The next check remembers it again."""
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()

@@ -100,8 +100,8 @@ def opened(path: str) -> Generator[OpenFile]:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path} is not a regular file")
-            if (local := _local_files()) is not None:
-                local.require_unchanged(path, _identity(status))
+            if (seen := _seen_files()) is not None:
+                seen.require_unchanged(path, _identity(status))
             yield _LocalFile(path, handle)
         finally:
             os.close(handle)
@@ -239,9 +239,8 @@ def marked(path: str) -> Mark:
     """The mark that a file is now. Raises StorageError if it is not the file that was read before."""
     files = _files_of(path)
     generation = _generations(files, [path])[0]
-    known = files or _local_files()
-    if known is not None and generation is not None:
-        known.require_unchanged(path, generation)
+    if generation is not None and (seen := _seen_files()) is not None:
+        seen.require_unchanged(path, generation)
     return Mark(path, generation, files)
 
 
@@ -306,14 +305,14 @@ def _replaced(path: str) -> StorageError:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalFiles:
-    """The files on file systems that an open checkpoint has read."""
+class SeenFiles:
+    """The files that an open checkpoint has read."""
 
-    _identities: dict[str, object] = field(default_factory=dict[str, object], repr=False)
+    _generations: dict[str, object] = field(default_factory=dict[str, object], repr=False)
 
-    def require_unchanged(self, path: str, identity: object) -> None:
+    def require_unchanged(self, path: str, generation: object) -> None:
         """Raise StorageError if a file is not the one that was read before."""
-        if not _is_same(self._identities.setdefault(path, identity), identity):
+        if not _is_same(self._generations.setdefault(path, generation), generation):
             raise _replaced(path)
 
 
@@ -347,11 +346,8 @@ class BucketFiles:
     sizes: dict[str, int] = field(default_factory=dict[str, int], repr=False)
     """The sizes of files by path, if they were asked for."""
 
-    _generations: dict[str, object] = field(default_factory=dict[str, object], repr=False)
-    """The generation of each file that was read, by path."""
-
-    local: LocalFiles = field(default_factory=LocalFiles, repr=False)
-    """The files on file systems, of a checkpoint that also has such files."""
+    seen: SeenFiles = field(default_factory=SeenFiles, repr=False)
+    """The files that were read, also on file systems."""
 
     @classmethod
     def at(cls, bucket: Bucket, index_names: Collection[str] = ()) -> tuple[BucketFiles, str]:
@@ -382,14 +378,9 @@ class BucketFiles:
         if content is None:
             raise DataError(f"{path} is missing")
         if generation:
-            self.require_unchanged(path, generation)
+            self.seen.require_unchanged(path, generation)
         note_progress()
         return content
-
-    def require_unchanged(self, path: str, generation: object) -> None:
-        """Raise StorageError if a file is not the one that was read before."""
-        if self._generations.setdefault(path, generation) != generation:
-            raise _replaced(path)
 
     def kind(self, path: str) -> str | None:
         """ "file", "folder", or None if nothing has this path."""
@@ -490,7 +481,7 @@ class _BucketFile(OpenFile):
         return self._files.heads[self.path]
 
 
-OpenedFiles = BucketFiles | LocalFiles
+OpenedFiles = BucketFiles | SeenFiles
 """The files of a checkpoint, as far as it has read them."""
 
 _current: ContextVar[OpenedFiles | None] = ContextVar("jaxckpt_opened_files", default=None)
@@ -506,9 +497,9 @@ def using_files(files: OpenedFiles) -> Generator[None]:
         _current.reset(token)
 
 
-def _local_files() -> LocalFiles | None:
+def _seen_files() -> SeenFiles | None:
     files = _current.get()
-    return files.local if isinstance(files, BucketFiles) else files
+    return files.seen if isinstance(files, BucketFiles) else files
 
 
 def _files_of(path: str) -> BucketFiles | None:

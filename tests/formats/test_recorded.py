@@ -116,7 +116,7 @@ WRITERS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
 
 @pytest.mark.child
 def test_a_file_with_a_new_inode_number_is_not_taken_for_another(tmp_path: Path) -> None:
-    """FUSE numbers a file anew after the kernel has forgotten it."""
+    """FUSE gives a file another number after the kernel has forgotten it."""
     (tmp_path / "served").mkdir()
     safetensors.numpy.save_file({key: np.full(70_000, 1, np.float32) for key in "ab"}, tmp_path / "served" / "x")
     with mounts.sshfs(tmp_path / "served", tmp_path / "mount"):
