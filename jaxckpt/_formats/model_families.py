@@ -156,7 +156,7 @@ _LLAMA4 = """
 .feed_forward.{gate,up}_proj.weight                mlp/{gate,up}/kernel         f m -> m f
 .feed_forward.down_proj.weight                     mlp/down/kernel              m f -> f m
 .feed_forward.router.weight                        moe/router/kernel            e m -> m e
-.feed_forward.experts.gate_up_proj                 moe/[gate,up]/kernel         e m (n f) -> e m f
+.feed_forward.experts.gate_up_proj                 moe/gate_up/kernel           e m (two f) -> e m two f
 .feed_forward.experts.down_proj                    moe/down/kernel              e f m
 .feed_forward.shared_expert.{gate,up}_proj.weight  moe/shared/{gate,up}/kernel  f m -> m f
 .feed_forward.shared_expert.down_proj.weight       moe/shared/down/kernel       m f -> f m

@@ -28,6 +28,9 @@ from jaxckpt._model.dtypes import DTYPES
 DATA = Path(__file__).parents[1] / "data" / "transformers"
 FAMILIES = sorted(path.name for path in DATA.iterdir())
 DECODERS = [name for name in FAMILIES if "tokens" in np.load(DATA / name / "expected.npz")]
+EXPERTS = ("deepseek_v3", "gpt_oss", "gpt_oss_mxfp4", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Families with experts. Not the fused folders of the others: their tiny halves of a tensor are read in one call."""
+
 FLOATS = [name for name in FAMILIES if name != "gpt_oss_mxfp4"]
 """Folders that can be written: jaxckpt does not quantize."""
 
@@ -58,6 +61,17 @@ def test_logits_on_a_mesh_equal_those_of_transformers(family: str, mesh: Mesh) -
     config = json.loads((DATA / family / "config.json").read_text())
     found = numpy_models.logits(jax.device_get(tree), expected["tokens"], config)
     np.testing.assert_allclose(found, expected["logits"], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_read_once(family: str, scan: bool, bytes_read: Callable[[], int]) -> None:
+    checkpoint = jaxckpt.open(DATA / family, rename=jaxckpt.rules.huggingface_rules(DATA / family, scan=scan))
+    experts = {path: leaf for path, leaf in checkpoint.items() if re.search(r"moe/(gate|up|down|gate_up)/", path)}
+    assert experts
+    before = bytes_read()
+    wanted = sum(leaf.value.nbytes for leaf in experts.values())
+    assert bytes_read() - before <= 1.05 * wanted
 
 
 @pytest.mark.parametrize("family", FLOATS)

@@ -121,7 +121,10 @@ def _experts(layer: Any, x: Any, config: dict[str, Any]) -> Any:
     of_input, of_output = _routing(layer, x, config)
     inputs = np.ones((*x.shape[:2], layer["down"]["kernel"].shape[0], 1)) * x[:, :, None]
     inputs = inputs * np.broadcast_to(of_input, inputs.shape[:3])[..., None]
-    if "gate_up" in layer:
+    if config["model_type"] == "llama4_text":
+        gate, up = np.moveaxis(_project(inputs, layer["gate_up"], "btem,emnf->btenf"), -2, 0)
+        hidden = _silu(gate) * up
+    elif "gate_up" in layer:
         both = _project(inputs, layer["gate_up"], "btem,emfn->btefn")
         gate, up = np.minimum(both[..., 0], config["swiglu_limit"]), np.clip(both[..., 1], -7.0, 7.0) + 1
         hidden = gate * _sigmoid(1.702 * gate) * up
