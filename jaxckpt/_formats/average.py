@@ -166,7 +166,7 @@ def _expanded(location: Location, options: Options) -> Iterable[Location]:
     if not steps:  # a checkpoint of this name, or an error that says what is there
         return [location]
     if len(steps) < count:
-        raise InputError(f"{os.fspath(location)}: {run} has {show_count(len(steps), 'step')}")
+        raise InputError(f"{match[0]}: {run} has {show_count(len(steps), 'step')}")
     return steps[-count:]
 
 

@@ -59,7 +59,8 @@ def lora_rules(adapter: str | os.PathLike[str], *, base: str | os.PathLike[str],
 
     Raises:
         DataError, StorageError: As `huggingface_rules`.
-        InputError: The adapter is of another kind than LoRA, or uses parts of PEFT that jaxckpt does not support.
+        InputError: The adapter is of another kind than LoRA, or uses parts of PEFT that jaxckpt does not support. Or
+            `rank_pattern` or `alpha_pattern` differs between layers, and `scan` stacks them.
     """
     config = _adapter_config(adapter)
     names = tensor_names(_tensors(adapter))
@@ -110,14 +111,16 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
     """A Hugging Face folder with a LoRA adapter of PEFT merged into its weights, when these are read.
 
     Pass the result to `convert`, `restore` or `load_numpy`, with the rules for `base`. Merged weights are computed in
-    float32 and rounded once to the dtype of the base.
+    float32 and rounded once to the dtype of the base, which must not be quantized. Tensors of `modules_to_save` replace
+    those of the base, in its dtype.
 
     Args:
         base: The folder of the base model.
         adapter: The folder of the adapter.
 
     Raises:
-        MismatchError: A tensor of the adapter fits no tensor of the base; one error lists them.
+        MismatchError: A tensor of the adapter fits no tensor of the base, or its rank is not that of the
+            configuration; one error lists them.
         InputError: As `lora_rules`.
         Exception: As `jaxckpt.open`.
     """
@@ -147,6 +150,12 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
         else:  # of modules_to_save, or a targeted embedding or head, which PEFT saves too
             replaced[name] = path
             tensors[name] = replace(tensor, data=_CastData(value))
+    model = _base_config(source)
+    family = model.get("model_type")
+    if model.get("tie_word_embeddings") and not config.ensure_weight_tying:
+        changed = [*replaced.items(), *((f"{module}.weight", f"{_START}{module}.lora_A.weight") for module in pairs)]
+        reason = "is for an embedding or head that are one tensor in the base, and PEFT trained it as two"
+        problems += [Problem(path, reason) for name, path in changed if _TIED.search(name)]
     for module, pair in pairs.items():
         name, (rank, scale) = f"{module}.weight", _settings(module, config)
         path = f"{_START}{module}.lora_{min(pair)}.weight"
@@ -161,7 +170,9 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
         elif name in replaced and ".base_layer." not in replaced[name]:
             problems.append(Problem(replaced[name], "replaces a tensor into which the adapter is merged"))
         else:
-            is_transposed = _has_conv1d(source, config) if all(fits) else fits[1]
+            is_transposed = (
+                fits[1] if not all(fits) else bool(config.fan_in_fan_out) if not family else family in _CONV1D
+            )
             tensors[name] = replace(tensor, data=_MergedData(tensor, a, b, scale, is_transposed))
     if not lora.paths:
         raise InputError(f"the adapter {os.fspath(adapter)} has no tensors")
@@ -175,14 +186,18 @@ _WEIGHTS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes of weights that are not quantized."""
 
 
-def _has_conv1d(base: Source, config: _Adapter) -> bool:
-    """Whether the square weights of a base are [in, out]. PEFT, too, follows the base, and not `fan_in_fan_out`."""
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""The families whose weights are [in, out]. PEFT, too, follows the base, and not `fan_in_fan_out`."""
+
+_TIED = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|shared|lm_head)\.weight")
+
+
+def _base_config(base: Source) -> Mapping[str, Any]:
+    """The configuration of the base; empty if it has none."""
     try:
-        family = read_config(base.url).get("model_type")
-    except DataError:  # it has no config.json
-        family = None
-    conv1d = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-    return bool(config.fan_in_fan_out) if family is None else family in conv1d
+        return read_config(base.url)
+    except DataError:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +263,7 @@ class _Adapter(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, _Alpha] | None = None
     use_rslora: bool | None = None
     fan_in_fan_out: bool | None = None
+    ensure_weight_tying: bool | None = None
     target_modules: str | list[str] | None = None
     """A regular expression, or the ends of names."""
 

@@ -273,6 +273,18 @@ def test_saved_modules_have_the_dtype_of_the_base_and_may_be_adapted(adapter: Pa
     np.testing.assert_allclose(tree["head"]["kernel"].astype(np.float32), expected.T, rtol=1e-2)
 
 
+def test_an_adapter_of_an_embedding_that_is_also_the_head_is_an_error(tmp_path: Path) -> None:
+    """PEFT trains the embedding alone, and in the merged model it would also be the head."""
+    adapter = shutil.copytree(DATA / "peft" / "gpt2", tmp_path / "adapter")
+    new = {"base_model.model.transformer.wte.weight": np.ones((24, 16), np.float32)}
+    change_tensors(adapter / "adapter_model.safetensors", lambda t: {**t, **new})
+    with pytest.raises(jaxckpt.MismatchError, match=r"wte\.weight' is for an embedding or head that are one tensor"):
+        jaxckpt.formats.merge_lora(BASES / "gpt2", adapter)
+    change_config(adapter, ensure_weight_tying=True)
+    merged = jaxckpt.load_numpy(jaxckpt.formats.merge_lora(BASES / "gpt2", adapter), select="transformer.wte.weight")
+    np.testing.assert_array_equal(merged["transformer.wte.weight"], np.ones((24, 16)))
+
+
 @pytest.mark.parametrize("flag", [False, True])
 def test_the_base_decides_whether_square_weights_are_transposed(flag: bool, tmp_path: Path) -> None:
     adapter = shutil.copytree(DATA / "peft" / "gpt2", tmp_path / "adapter")
