@@ -97,16 +97,18 @@ def average(
         )
         for path in sorted(extra)
     ]
+    urls = [source.url for source in sources]
     made: dict[str, object] = {}
     exact: dict[str, Sequence[ForeignArray]] = {}
     for path in first.paths if not problems else ():
         values = [leaves.leaf(path) for leaves in (first, *others)]
         value = values[0]
-        unequal = [place for place, other in zip(sources, values, strict=True) if _kind(other) != _kind(value)]
+        others_of = zip(urls, values, strict=True)
+        unequal = next(((url, other) for url, other in others_of if _kind(other) != _kind(value)), None)
         made[path] = value
-        if unequal:
-            other = values[sources.index(unequal[0])]
-            problems.append(Problem(path, f"is {_shown(value)}, and {_shown(other)} in {unequal[0].url}", _REMEDY))
+        if unequal is not None:
+            url, other = unequal
+            problems.append(Problem(path, f"is {_shown(value)}, and {_shown(other)} in {url}", _REMEDY))
         elif not isinstance(value, ForeignArray):
             pass
         elif not _is_float(value):
@@ -116,7 +118,6 @@ def average(
         else:
             data = _WeightedData([array.data for array in values], factors, DTYPES[value.dtype])
             made[path] = replace(value, data=data)
-    urls = [source.url for source in sources]
     leaves = _ExactLeaves(_distinct(urls), exact)
     if problems:
         more = run_watched(f"comparing {', '.join(urls)}", options.timeout_seconds, leaves.problems)

@@ -152,6 +152,7 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
             tensors[name] = replace(tensor, data=_CastData(value))
     model = _base_config(source)
     family = model.get("model_type")
+    has_conv1d = bool(config.fan_in_fan_out) if family is None else family in _CONV1D
     if model.get("tie_word_embeddings") and not config.ensure_weight_tying:
         changed = [*replaced.items(), *((f"{module}.weight", f"{_START}{module}.lora_A.weight") for module in pairs)]
         reason = "is for an embedding or head that are one tensor in the base, and PEFT trained it as two"
@@ -161,7 +162,7 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
         path = f"{_START}{module}.lora_{min(pair)}.weight"
         tensor, a, b = tensors[name], pair.get("A"), pair.get("B")
         shapes = [array.shape if array else None for array in (b, a)]
-        fits = [shapes == [(sides[0], rank), (rank, sides[-1])] for sides in (tensor.shape, tensor.shape[::-1])]
+        fits = [shapes == [(*sides[:1], rank), (rank, *sides[1:])] for sides in (tensor.shape, tensor.shape[::-1])]
         if a is None or b is None:
             problems.append(Problem(path, f"has no lora_{'A' if a is None else 'B'}"))
         elif len(tensor.shape) != 2 or not any(fits):
@@ -170,9 +171,7 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
         elif name in replaced and ".base_layer." not in replaced[name]:
             problems.append(Problem(replaced[name], "replaces a tensor into which the adapter is merged"))
         else:
-            is_transposed = (
-                fits[1] if not all(fits) else bool(config.fan_in_fan_out) if not family else family in _CONV1D
-            )
+            is_transposed = has_conv1d if all(fits) else fits[1]  # a square weight fits both ways
             tensors[name] = replace(tensor, data=_MergedData(tensor, a, b, scale, is_transposed))
     if not lora.paths:
         raise InputError(f"the adapter {os.fspath(adapter)} has no tensors")
@@ -184,7 +183,6 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
 
 _WEIGHTS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes of weights that are not quantized."""
-
 
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """The families whose weights are [in, out]. PEFT, too, follows the base, and not `fan_in_fan_out`."""
