@@ -237,7 +237,7 @@ def _convert(
             plan_folder = FilesElsewhere(call, conversion.executor, opened()).plan
         call.in_process_0("verifying the source", verify)
         write = functools.partial(
-            write_folder, call, narrow, target, plan_folder, options, overwrite=conversion.overwrite
+            write_folder, call, narrow, location, target, plan_folder, options, overwrite=conversion.overwrite
         )
         call.run(write)
         return

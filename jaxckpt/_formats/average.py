@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxckpt._keywords import explain_keywords
@@ -19,6 +20,7 @@ from jaxckpt._model.grid import Box, cut_to_size, extent, whole_box
 from jaxckpt._model.pieces import Array, assign
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import nested_dicts
+from jaxckpt._model.values import encode_value
 from jaxckpt._options import Options, require_whole_number
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._rules.apply_rule import SourceLeaves
@@ -27,7 +29,7 @@ from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Replicas
-from jaxckpt._sources.open_source import Location, source_at
+from jaxckpt._sources.open_source import Location, NamedStep, foreign_steps_of, source_at
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import DataError, InputError, MismatchError, Problem, show_count
 
@@ -49,7 +51,8 @@ def average(
     on the number of processes or on chunks. All other leaves must be equal.
 
     Args:
-        checkpoints: The checkpoints, of the same leaves. "run@last5" means the newest 5 steps of a run.
+        checkpoints: The checkpoints, of the same leaves. "run@last5" means the newest 5 steps of a run. The tree is
+            that of the first.
         weights: A factor for each checkpoint, such as (1, 1, -1) for "a + b - c". By default, all are 1 / count.
         select: Only these leaves, such as "params".
         rename: As for `restore`; for every checkpoint.
@@ -70,19 +73,19 @@ def average(
         {'w': array([1.5, 1.5], dtype=float32)}
     """
     options = options or Options()
-    if isinstance(checkpoints, (str, os.PathLike)):
-        raise InputError(f"average takes a list of checkpoints, found {os.fspath(checkpoints)!r}")
+    if isinstance(checkpoints, (str, Set, Mapping)) or not isinstance(checkpoints, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"average takes a list of checkpoints, found {checkpoints!r}")
     places = [place for location in checkpoints for place in _expanded(location, options)]
     if not places:
         raise InputError("average takes at least one checkpoint, found none")
     try:
-        if isinstance(weights, Set):
-            raise TypeError("a set has no order")
+        if isinstance(weights, (str, bytes, Set, Mapping)):
+            raise TypeError(f"found a {type(weights).__name__}")
         factors = [1 / len(places)] * len(places) if weights is None else [float(factor) for factor in weights]
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"weights= must be a sequence of numbers: {error}") from error
-    if len(factors) != len(places) or not all(map(math.isfinite, factors)):
-        raise InputError(f"weights= needs one finite number for each of {show_count(len(places), 'checkpoint')}")
+    if len(factors) != len(places) or not all(abs(factor) <= _LARGEST for factor in factors):
+        raise InputError(f"weights= needs one finite float32 for each of {show_count(len(places), 'checkpoint')}")
     sources = [renamed_source(source_at(place, options), rename, select) for place in places]
     first, *others = [SourceLeaves(source) for source in sources]
     problems = [
@@ -94,27 +97,27 @@ def average(
         )
         for path in sorted(extra)
     ]
+    urls = [source.url for source in sources]
     made: dict[str, object] = {}
     exact: dict[str, Sequence[ForeignArray]] = {}
     for path in first.paths if not problems else ():
         values = [leaves.leaf(path) for leaves in (first, *others)]
         value = values[0]
-        if not isinstance(value, ForeignArray):
-            unequal = [source.url for source, other in zip(sources, values, strict=True) if other != value]
-            text = f"is {value!r}, and another value in {unequal[0]}" if unequal else ""
-        else:
-            unequal = [v for v in values if not isinstance(v, ForeignArray) or _kind(v) != _kind(value)]
-            text = f"is {value.dtype}{list(value.shape)}, and otherwise in another checkpoint" if unequal else ""
-        if text:
-            problems.append(Problem(path, text, _REMEDY))
+        others_of = zip(urls, values, strict=True)
+        unequal = next(((url, other) for url, other in others_of if _kind(other) != _kind(value)), None)
+        made[path] = value
+        if unequal is not None:
+            url, other = unequal
+            problems.append(Problem(path, f"is {_shown(value)}, and {_shown(other)} in {url}", _REMEDY))
         elif not isinstance(value, ForeignArray):
-            made[path] = value
-        elif _is_float(value):
+            pass
+        elif not _is_float(value):
+            exact[path] = values
+        elif DTYPES[value.dtype].itemsize == 1 and any(f"{path}{suffix}" in first.paths for suffix in _SCALES):
+            problems.append(Problem(path, "is quantized, and would be added without its scales", _DEQUANTIZE))
+        else:
             data = _WeightedData([array.data for array in values], factors, DTYPES[value.dtype])
             made[path] = replace(value, data=data)
-        else:
-            made[path], exact[path] = value, values
-    urls = [source.url for source in sources]
     leaves = _ExactLeaves(_distinct(urls), exact)
     if problems:
         more = run_watched(f"comparing {', '.join(urls)}", options.timeout_seconds, leaves.problems)
@@ -123,7 +126,10 @@ def average(
         made[path] = replace(array, data=_ExactData(path, leaves.copies(path), leaves))
     url = " + ".join(f"{factor:g} × {place}" for factor, place in zip(factors, urls, strict=True))
     composed = compose(url, nested_dicts(made), "average", metadata=sources[0].manifest.metadata)
-    composed = replace(composed, origins=sources)
+    manifest = composed.manifest
+    records = [manifest.leaves[manifest.numbers[leaf.path]] for leaf in sources[0].manifest.leaves]
+    manifest = msgspec.structs.replace(manifest, tree=sources[0].manifest.tree, leaves=records)
+    composed = replace(composed, manifest=manifest, origins=sources)
     paths = [local_path(place) or place if isinstance(place, str) else place for place in places]
     again = functools.partial(
         average, paths, weights=factors, select=select, rename=rename, options=replace(options, progress=None)
@@ -150,23 +156,48 @@ _LAST = re.compile(r"(.+)@last([1-9]\d*)")
 
 def _expanded(location: Location, options: Options) -> Iterable[Location]:
     """The checkpoints that a location stands for. Raises InputError if a run has too few steps."""
-    match = _LAST.fullmatch(location) if isinstance(location, str) else None
+    match = None
+    if isinstance(location, (str, os.PathLike)) and not isinstance(location, NamedStep):
+        match = _LAST.fullmatch(str(os.fspath(location)))
     if match is None:
         return [location]
-    count = require_whole_number(int(match[2]), "the number of steps", minimum=1)
-    steps = steps_of(store_at(match[1], options)) or []
+    run, count = match[1], require_whole_number(int(match[2]), "the number of steps", minimum=1)
+    steps = [step.url for step in steps_of(store_at(run, options)) or ()]
+    steps = steps or [f"{run}@{step.number}" for step in foreign_steps_of(run, options)]
+    if not steps:  # a checkpoint of this name, or an error that says what is there
+        return [location]
     if len(steps) < count:
-        raise InputError(f"{location}: {match[1]} has {show_count(len(steps), 'step')}")
-    return [step.url for step in steps[-count:]]
+        raise InputError(f"{match[0]}: {run} has {show_count(len(steps), 'step')}")
+    return steps[-count:]
 
 
-def _kind(array: ForeignArray) -> tuple[object, ...]:
-    return array.dtype, array.shape, array.kind, array.impl
+def _kind(value: object) -> object:
+    """What must be equal in all checkpoints: of an array its dtype, shape and kind, of a Python value all bits."""
+    if not isinstance(value, ForeignArray):
+        return encode_value(value)
+    return value.dtype, value.shape, value.kind if value.kind in _SPECIAL else "array", value.impl
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, ForeignArray):
+        return reprlib.repr(value)
+    return f"{f'{value.kind} of ' if value.kind in _SPECIAL else ''}{value.dtype}{list(value.shape)}"
+
+
+_SPECIAL = ("key", "str", "bytes")
+"""The kinds of arrays that are not numbers."""
 
 
 def _is_float(array: ForeignArray) -> bool:
-    return array.kind not in ("key", "str", "bytes") and "float" in DTYPES[array.dtype].name
+    return array.kind not in _SPECIAL and "float" in DTYPES[array.dtype].name
 
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+_SCALES = ("_scale", "_scale_inv")
+"""What is appended to the path of a quantized leaf for that of its scales."""
+
+_DEQUANTIZE = "pass rename=huggingface_rules(folder), which dequantizes"
 
 _REMEDY = "choose the leaves to average with select=, such as params"
 
@@ -239,9 +270,10 @@ class _WeightedData(ComputedData):
         total = np.zeros(target.shape, wide)
         for number, (data, factor) in enumerate(zip(self.data, self.factors, strict=True)):
             data.read(box, values)
-            term = values.astype(wide)
-            np.multiply(term, wide.type(factor), out=term)
-            np.add(total, term, out=total) if number else np.copyto(total, term)
+            with np.errstate(all="ignore"):  # infinity and NaN are values like others
+                term = values.astype(wide)
+                np.multiply(term, wide.type(factor), out=term)
+                np.add(total, term, out=total) if number else np.copyto(total, term)
         assign(target, total)
 
     @property

@@ -8,7 +8,7 @@ import hashlib
 import os
 import uuid
 import warnings
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Sequence
 
 from jaxckpt._formats.orbax.orbax_records import SAVE_FILES
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
@@ -16,6 +16,7 @@ from jaxckpt._options import Options
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import formats, missing_formats_hint
 from jaxckpt._sources.open_source import Location
+from jaxckpt._sources.source import Source
 from jaxckpt._store.files import remove_folder
 from jaxckpt._store.folder import sync_path
 from jaxckpt._store.foreign_files import list_names
@@ -31,10 +32,10 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
         raise CheckpointExistsError(f"{path} already exists; pass overwrite=True to replace it")
     if os.path.islink(path):
         return
-    origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
-    for origin in filter(None, map(local_path, origins)):
+    whole = () if isinstance(source, str | os.PathLike) else source.files or [source.url]
+    for origin in filter(None, map(local_path, [*whole, *_places(source)])):
         target, data = os.path.realpath(path), os.path.realpath(origin)
-        if data.startswith(os.path.join(target, "")) or (isinstance(source, ForeignCheckpoint) and data == target):
+        if data.startswith(os.path.join(target, "")) or (origin in whole and data == target):
             raise CheckpointExistsError(f"the source {origin} is in {path}, which would be deleted")
     if os.path.isfile(path):
         return
@@ -47,6 +48,15 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
             f" ({', '.join(unrelated[:3])}{', …' if len(unrelated) > 3 else ''}):"
             f" overwrite=True does not delete them; give another path{missing_formats_hint()}"
         )
+
+
+def _places(source: Location | Source) -> Sequence[str | os.PathLike[str]]:
+    """The paths and URLs that a source is read from."""
+    if isinstance(source, str | os.PathLike):
+        return [source]
+    if isinstance(source, ForeignCheckpoint) and (source.files or source.origins):
+        return source.files or [place for origin in source.origins for place in _places(origin)]
+    return [source.url]
 
 
 def _unrelated_names(path: str, names: Collection[str]) -> list[str]:

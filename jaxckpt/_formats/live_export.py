@@ -39,7 +39,7 @@ from jaxckpt._save.staging import StagedAhead
 from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.open_source import source_at
+from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt._store.folder import sync_path
 from jaxckpt._store.storage_errors import translate_os_errors
@@ -51,7 +51,14 @@ PlanFolder = Callable[[Source, Options, Report], FolderPlan]
 
 
 def write_folder(
-    call: Call, source: Source, target: str, plan_folder: PlanFolder, options: Options, *, overwrite: bool
+    call: Call,
+    source: Source,
+    location: Location,
+    target: str,
+    plan_folder: PlanFolder,
+    options: Options,
+    *,
+    overwrite: bool,
 ) -> None:
     """Write a checkpoint into a folder, which appears when it is complete. Every process, in a lane.
 
@@ -64,7 +71,7 @@ def write_folder(
             if call.index == 0:
                 with call.watchdog.operation(f"preparing {target}"):
                     if os.path.lexists(target):
-                        require_replaceable(target, source.url, overwrite)
+                        require_replaceable(target, location, overwrite)
                     draft = until_published.enter_context(replacing(target))
                     os.mkdir(draft)
             draft = rendezvous.broadcast(draft)

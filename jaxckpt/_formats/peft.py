@@ -6,6 +6,8 @@ The tensors of the module that holds the base's "m.weight" [out, in] are "base_m
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -25,11 +27,12 @@ from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import Options
 from jaxckpt._rules.apply_rule import SourceLeaves
 from jaxckpt._rules.mapped_data import ComputedData
-from jaxckpt._rules.rule import Rule, matching_paths, paths_in
+from jaxckpt._rules.rule import Rule, captures, fill_captures, matching_paths, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, source_at
+from jaxckpt._sources.source import Source
 from jaxckpt.errors import DataError, InputError, MismatchError, Problem
 
 _Number = TypeVar("_Number", int, float)
@@ -56,7 +59,8 @@ def lora_rules(adapter: str | os.PathLike[str], *, base: str | os.PathLike[str],
 
     Raises:
         DataError, StorageError: As `huggingface_rules`.
-        InputError: The adapter is of another kind than LoRA, or uses parts of PEFT that jaxckpt does not support.
+        InputError: The adapter is of another kind than LoRA, or uses parts of PEFT that jaxckpt does not support. Or
+            `rank_pattern` or `alpha_pattern` differs between layers, and `scan` stacks them.
     """
     config = _adapter_config(adapter)
     names = tensor_names(_tensors(adapter))
@@ -70,19 +74,33 @@ def lora_rules(adapter: str | os.PathLike[str], *, base: str | os.PathLike[str],
             continue
         if len(paths_in(rule.target)) > 1:
             raise InputError(f"{source} is split into several leaves, for which jaxckpt has no LoRA rules")
-        stacked = [axis for axis in ("i", "e") if f"{{{axis}}}" in source and f"{{{axis}}}" not in target]
+        counted = captures(source)
+        stacked = [axis for axis in ("i", "e") if axis in counted and axis not in captures(target)]
         front = "".join(f"{axis} " for axis in stacked)
-        for letter, sides, scale in (("A", "r k -> {}k r", 1.0), ("B", "k r -> {}r k", _scale(module, config))):
-            rules.append(
-                Rule(
-                    source=f"{_START}{module}.lora_{letter}.weight",
-                    target=f"{target.removesuffix('kernel')}lora/lora_{letter.lower()}",
-                    layout=sides.format(front),
-                    numbers=rule.numbers,
-                    sizes={axis: size for axis, size in rule.sizes.items() if axis in ("i", "e")},
-                    scale=scale,
+        numbers = {axis: rule.numbers.get(axis) or range(rule.sizes[axis]) for axis in counted}
+        groups: dict[tuple[int, float], list[dict[str, int]]] = {}
+        for values in itertools.product(*numbers.values()):
+            at = dict(zip(numbers, values, strict=True))
+            settings = _settings(fill_captures(module, at), config)
+            groups.setdefault(settings, []).append(at)
+        for (rank, scale), group in groups.items():
+            own = {axis: [*dict.fromkeys(at[axis] for at in group)] for axis in counted} if len(groups) > 1 else {}
+            if math.prod(map(len, own.values())) not in (1, len(group)) or any(axis in stacked for axis in own):
+                raise InputError(
+                    f"rank_pattern or alpha_pattern in {_CONFIG} of {os.fspath(adapter)} differs between the modules of"
+                    f" {source}, for which there are no rules: merge_lora merges such an adapter"
                 )
-            )
+            for letter, sides, factor in (("A", "r k -> {}k r", 1.0), ("B", "k r -> {}r k", scale)):
+                rules.append(
+                    Rule(
+                        source=f"{_START}{module}.lora_{letter}.weight",
+                        target=f"{target.removesuffix('kernel')}lora/lora_{letter.lower()}",
+                        layout=sides.format(front),
+                        numbers={**rule.numbers, **own},
+                        sizes={"r": rank, **{axis: rule.sizes[axis] for axis in counted if axis in rule.sizes}},
+                        scale=factor,
+                    )
+                )
     if not rules:
         raise InputError(f"the adapter {os.fspath(adapter)} names no module of the base {os.fspath(base)}")
     return Rules(rules)
@@ -93,14 +111,16 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
     """A Hugging Face folder with a LoRA adapter of PEFT merged into its weights, when these are read.
 
     Pass the result to `convert`, `restore` or `load_numpy`, with the rules for `base`. Merged weights are computed in
-    float32 and rounded once to the dtype of the base.
+    float32 and rounded once to the dtype of the base, which must not be quantized. Tensors of `modules_to_save` replace
+    those of the base, in its dtype.
 
     Args:
         base: The folder of the base model.
         adapter: The folder of the adapter.
 
     Raises:
-        MismatchError: A tensor of the adapter fits no tensor of the base; one error lists them.
+        MismatchError: A tensor of the adapter fits no tensor of the base, or its rank is not that of the
+            configuration; one error lists them.
         InputError: As `lora_rules`.
         Exception: As `jaxckpt.open`.
     """
@@ -109,32 +129,89 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
     adapted = source_at(_tensors(adapter), options)
     leaves, lora = SourceLeaves(source), SourceLeaves(adapted)
     tensors: dict[str, Any] = {path: leaves.leaf(path) for path in leaves.paths}
+    pairs: dict[str, dict[str, ForeignArray]] = {}
     problems: list[Problem] = []
+    replaced: dict[str, str] = {}
     for path in lora.paths:
-        match = _TENSOR.fullmatch(path)
-        name = f"{match[1]}.weight" if match else path.removeprefix(_START).replace(".modules_to_save", "")
-        tensor, value = tensors.get(name), lora.array(path)
-        if not isinstance(tensor, ForeignArray):
-            problems.append(Problem(path, f"has no tensor {name!r} in the base"))
-        elif match is None and not re.search(r"\.lora_|\.base_layer\.", path) and value.shape == tensor.shape:
-            tensors[name] = value  # of modules_to_save
-        elif match is None:
+        match, value = _TENSOR.fullmatch(path), lora.array(path)
+        module = match[1] if match else re.sub(r"\.(modules_to_save|base_layer)\b", "", path.removeprefix(_START))
+        name = f"{module}.weight" if match else module
+        tensor = tensors.get(name)
+        if ".lora_" in path and match is None:
             problems.append(Problem(path, "is not a tensor of LoRA that jaxckpt can merge"))
-        elif match[2] == "A":
-            other, is_transposed = path.replace("lora_A", "lora_B"), bool(config.fan_in_fan_out)
-            b, rank = lora.array(other) if other in lora.paths else None, value.shape[0]
-            sides = tensor.shape[::-1] if is_transposed else tensor.shape
-            if b is None or len(sides) != 2 or (b.shape, value.shape) != ((sides[0], rank), (rank, sides[1])):
-                problems.append(Problem(path, f"and its lora_B do not fit {name!r} of shape {list(tensor.shape)}"))
-            else:
-                data = _MergedData(tensor, value, b, _scale(match[1], config, rank), is_transposed)
-                tensors[name] = replace(tensor, data=data)
-        elif path.replace("lora_B", "lora_A") not in lora.paths:
-            problems.append(Problem(path, "has no lora_A"))
+        elif not isinstance(tensor, ForeignArray) or not path.startswith(_START):
+            problems.append(Problem(path, f"has no tensor {name!r} in the base"))
+        elif tensor.dtype not in _WEIGHTS:
+            problems.append(Problem(path, f"is for {name!r} of dtype {tensor.dtype}: jaxckpt merges no quantized base"))
+        elif match:
+            pairs.setdefault(module, {})[match[2]] = value
+        elif name in replaced or value.shape != tensor.shape:
+            problems.append(Problem(path, f"cannot replace {name!r} of shape {list(tensor.shape)}"))
+        else:  # of modules_to_save, or a targeted embedding or head, which PEFT saves too
+            replaced[name] = path
+            tensors[name] = replace(tensor, data=_CastData(value))
+    model = _base_config(source)
+    family = model.get("model_type")
+    has_conv1d = bool(config.fan_in_fan_out) if family is None else family in _CONV1D
+    if model.get("tie_word_embeddings") and not config.ensure_weight_tying:
+        changed = [*replaced.items(), *((f"{module}.weight", f"{_START}{module}.lora_A.weight") for module in pairs)]
+        reason = "is for an embedding or head that are one tensor in the base, and PEFT trained it as two"
+        problems += [Problem(path, reason) for name, path in changed if _TIED.search(name)]
+    for module, pair in pairs.items():
+        name, (rank, scale) = f"{module}.weight", _settings(module, config)
+        path = f"{_START}{module}.lora_{min(pair)}.weight"
+        tensor, a, b = tensors[name], pair.get("A"), pair.get("B")
+        shapes = [array.shape if array else None for array in (b, a)]
+        fits = [shapes == [(*sides[:1], rank), (rank, *sides[1:])] for sides in (tensor.shape, tensor.shape[::-1])]
+        if a is None or b is None:
+            problems.append(Problem(path, f"has no lora_{'A' if a is None else 'B'}"))
+        elif len(tensor.shape) != 2 or not any(fits):
+            what = f"and its lora_B do not fit {name!r} of shape {list(tensor.shape)}, with rank {rank} of {_CONFIG}"
+            problems.append(Problem(path, what))
+        elif name in replaced and ".base_layer." not in replaced[name]:
+            problems.append(Problem(replaced[name], "replaces a tensor into which the adapter is merged"))
+        else:
+            is_transposed = has_conv1d if all(fits) else fits[1]  # a square weight fits both ways
+            tensors[name] = replace(tensor, data=_MergedData(tensor, a, b, scale, is_transposed))
+    if not lora.paths:
+        raise InputError(f"the adapter {os.fspath(adapter)} has no tensors")
     if problems:
         raise MismatchError.of(f"the adapter {os.fspath(adapter)} does not fit {source.url}", problems)
     view = compose(source.url, nested_dicts(tensors), source.manifest.format, metadata=source.manifest.metadata)
     return replace(view, origins=[source, adapted])
+
+
+_WEIGHTS = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes of weights that are not quantized."""
+
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""The families whose weights are [in, out]. PEFT, too, follows the base, and not `fan_in_fan_out`."""
+
+_TIED = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|shared|lm_head)\.weight")
+
+
+def _base_config(base: Source) -> Mapping[str, Any]:
+    """The configuration of the base; empty if it has none."""
+    try:
+        return read_config(base.url)
+    except DataError:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _CastData(ComputedData):
+    """A tensor in the dtype of another."""
+
+    array: ForeignArray
+
+    def read(self, box: Box, target: Array) -> None:
+        values = np.empty(target.shape, DTYPES[self.array.dtype])
+        self.array.data.read(box, values)
+        assign(target, values)
+
+    @property
+    def origins(self) -> Iterable[ArrayData]:
+        return (self.array.data,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +227,9 @@ class _MergedData(ComputedData):
     def read(self, box: Box, target: Array) -> None:
         rows, columns = box[::-1] if self.is_transposed else box
         rank = (0, self.a.shape[0])
-        delta = np.float32(self.scale) * (_floats(self.b, (rows, rank)) @ _floats(self.a, (rank, columns)))
-        assign(target, _floats(self.base, box) + (delta.T if self.is_transposed else delta))
+        with np.errstate(all="ignore"):  # infinity and NaN are values like others
+            delta = np.float32(self.scale) * (_floats(self.b, (rows, rank)) @ _floats(self.a, (rank, columns)))
+            assign(target, _floats(self.base, box) + (delta.T if self.is_transposed else delta))
 
     @property
     def origins(self) -> Iterable[ArrayData]:
@@ -183,8 +261,19 @@ class _Adapter(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, _Alpha] | None = None
     use_rslora: bool | None = None
     fan_in_fan_out: bool | None = None
+    ensure_weight_tying: bool | None = None
     target_modules: str | list[str] | None = None
     """A regular expression, or the ends of names."""
+
+
+_UNSUPPORTED = (
+    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "target_parameters", "trainable_token_indices",
+    "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
+"""Settings with which a module computes something else than with weight + scale × B A, or the base is another one."""
+
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights with which PEFT subtracts the first B A from the weights of the base."""
 
 
 def _adapter_config(adapter: str | os.PathLike[str]) -> _Adapter:
@@ -192,9 +281,15 @@ def _adapter_config(adapter: str | os.PathLike[str]) -> _Adapter:
     config = read_config(adapter, _CONFIG)
     if config.get("peft_type") != "LORA":
         raise InputError(f"{os.fspath(adapter)} is of peft_type {config.get('peft_type')!r}, expected 'LORA'")
-    wrong = [name for name in ("use_dora", "target_parameters", "trainable_token_indices") if config.get(name)]
+    wrong = [name for name in _UNSUPPORTED if config.get(name)]
     if config.get("bias", "none") != "none":
         wrong.append("bias")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_BASE):
+        wrong.append(
+            f"init_lora_weights={start!r} (it changes the base: PEFT converts the adapter with"
+            " save_pretrained(…, path_initial_model_for_weight_conversion=…))"
+        )
     if wrong:
         raise InputError(f"{_CONFIG} of {os.fspath(adapter)} has {', '.join(wrong)}, which jaxckpt does not support")
     where = os.path.join(os.fspath(adapter), _CONFIG)
@@ -210,11 +305,11 @@ def _adapter_config(adapter: str | os.PathLike[str]) -> _Adapter:
     return record
 
 
-def _scale(module: str, config: _Adapter, rank: int | None = None) -> float:
-    """The factor of B A, for a module; without a rank, that of the configuration."""
-    rank = rank or _setting(module, config.rank_pattern, config.r)
+def _settings(module: str, config: _Adapter) -> tuple[int, float]:
+    """The rank of a module, and the factor of its B A."""
+    rank = _setting(module, config.rank_pattern, config.r)
     alpha = _setting(module, config.alpha_pattern, config.lora_alpha)
-    return alpha / (rank**0.5 if config.use_rslora else rank)
+    return rank, alpha / (rank**0.5 if config.use_rslora else rank)
 
 
 def _setting(module: str, patterns: Mapping[str, _Number] | None, default: _Number) -> _Number:

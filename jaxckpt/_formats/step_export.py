@@ -56,4 +56,4 @@ class Export(StepExport):
     def write(self, call: Call, checkpoint: str, options: Options) -> None:
         target = require_folder(self.path)
         source = open_view(call, checkpoint, options, self.rename, self.select)
-        write_folder(call, source, target, plan_safetensors, options, overwrite=self.overwrite)
+        write_folder(call, source, source.url, target, plan_safetensors, options, overwrite=self.overwrite)

@@ -197,7 +197,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         with hold(run, step, term_seconds):
             change = source.change_since_open()
             if change is not None:
-                raise NotACheckpointError(f"{self.path} was {change} since it was opened: open it again")
+                raise NotACheckpointError(f"{change} since it was opened: open it again")
             yield self
 
     def tree(self) -> Tree:

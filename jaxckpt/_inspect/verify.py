@@ -242,7 +242,7 @@ def _verify(
     report = verify_files(source, quick, options, step, executor)
     change = source.change_since_open() if report.problems else None
     if change:
-        raise NotACheckpointError(f"the checkpoint at {source.url} was {change} while it was being verified")
+        raise NotACheckpointError(f"the checkpoint at {change} while it was being verified")
     return report
 
 

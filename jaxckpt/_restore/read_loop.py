@@ -40,10 +40,10 @@ def detect_replacement(source: Source, numbers: Collection[int]) -> Generator[No
         yield
         source.require_unchanged(numbers)
     except DataError as error:
-        became = operate(f"opening {source.url}", source.change_since_open)
-        if became is None:
+        change = operate(f"opening {source.url}", source.change_since_open)
+        if change is None:
             raise
-        raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being read") from error
+        raise NotACheckpointError(f"the checkpoint at {change} while it was being read") from error
 
 
 SMALL_BYTES = 1 << 20

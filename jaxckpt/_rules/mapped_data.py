@@ -170,4 +170,5 @@ def _scaled(values: Array, rule: Rule) -> Array:
     if rule.scale == 1 and rule.offset == 0:
         return values
     wide = np.result_type(values.dtype, np.float32)
-    return values.astype(wide) * wide.type(rule.scale) + wide.type(rule.offset)
+    with np.errstate(all="ignore"):  # infinity and NaN are values like others
+        return values.astype(wide) * wide.type(rule.scale) + wide.type(rule.offset)

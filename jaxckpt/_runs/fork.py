@@ -85,7 +85,7 @@ def _raise_link_error(source: NativeCheckpoint, target: Store, key: str, length:
     """Raise the error that prevented a link to an object."""
     change = source.change_since_open()
     if change is not None:
-        raise NotACheckpointError(f"the checkpoint at {source.url} was {change} while it was being forked")
+        raise NotACheckpointError(f"the checkpoint at {change} while it was being forked")
     if problems := source.store.check_lengths({key: length}):
         raise DataError(f"{source.url}/{key} {problems[key]}")
     raise InputError(

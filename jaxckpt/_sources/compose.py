@@ -17,7 +17,7 @@ from jaxckpt._arguments.pytree import flatten, mark_as_leaf
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model import typed_json
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
-from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord, StepRecord
+from jaxckpt._model.records import MAX_INTEGER, LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord, StepRecord
 from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import PYTHON_KINDS, array_of, encode_value
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData, Unreadable
@@ -104,7 +104,7 @@ def _with_reasons(data: ArrayData, reasons: str) -> ArrayData:
 def step_record(metadata: Any) -> StepRecord | None:
     """The record of a step of another library's run, from the "step" and "metrics" in its metadata, if any."""
     match metadata:
-        case {"step": int(number)}:
+        case {"step": int(number)} if not isinstance(number, bool) and 0 <= number <= MAX_INTEGER:
             return StepRecord(number, metrics_of_another_library(cast("dict[str, Any]", metadata).get("metrics")))
         case _:
             return None

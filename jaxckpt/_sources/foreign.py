@@ -262,15 +262,17 @@ class ForeignCheckpoint:
         require_unchanged(dict.fromkeys(mark for data in rows for mark in data.marks))
 
     def change_since_open(self) -> str | None:
+        if change := next(filter(None, (origin.change_since_open() for origin in self.origins)), None):
+            return change
         try:
             self._require_unchanged(range(len(self.manifest.leaves)))
         except DataError:
-            return "deleted"
+            return f"{self.url} was deleted"
         except StorageError as error:
             if error.errno != errno.ESTALE:
                 raise
-            return "replaced by another"
-        return next(filter(None, (origin.change_since_open() for origin in self.origins)), None)
+            return f"{self.url} was replaced by another"
+        return None
 
 
 def with_files(checkpoint: ForeignCheckpoint, files: OpenedFiles) -> ForeignCheckpoint:

@@ -68,8 +68,8 @@ class Source(Protocol):
         ...
 
     def change_since_open(self) -> str | None:
-        """What happened to the checkpoint after it was opened: "deleted", "replaced by another" or "stripped of some of
-        its leaves"; None if it is unchanged."""
+        """What happened to the checkpoint after it was opened: that its URL "was deleted", "was replaced by another" or
+        "was stripped of some of its leaves"; None if it is unchanged."""
         ...
 
 
@@ -140,11 +140,12 @@ class NativeCheckpoint:
         try:
             now, _ = load_manifest(self.store)
         except NotACheckpointError:
-            return "deleted"
+            return f"{self.url} was deleted"
         if now.save_id != self.manifest.save_id:
-            return "replaced by another"
+            return f"{self.url} was replaced by another"
         stacks = {stack.name for stack in now.stacks}
-        return "stripped of some of its leaves" if any(s.name not in stacks for s in self.manifest.stacks) else None
+        is_whole = all(stack.name in stacks for stack in self.manifest.stacks)
+        return None if is_whole else f"{self.url} was stripped of some of its leaves"
 
 
 def all_arrived() -> Arrivals:

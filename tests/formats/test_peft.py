@@ -9,10 +9,13 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
 import numpy_models
 import pytest
@@ -107,7 +110,7 @@ def test_an_adapter_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     del tensors[f"{name}.lora_B.weight"]
     jaxckpt.save(tmp_path / "t", tensors)
     jaxckpt.convert(tmp_path / "t", adapter / "adapter_model.safetensors", overwrite=True)
-    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)and its lora_B do not fit.*magnitude_vector' has no tensor"):
+    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)magnitude_vector' is not a tensor.*has no lora_B"):
         jaxckpt.formats.merge_lora(BASES / "llama", adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for change, expected in (
@@ -136,6 +139,181 @@ def test_a_damaged_adapter_config_is_an_error(name: str, value: Any, tmp_path: P
     for call in calls:
         with pytest.raises(jaxckpt.errors.DataError, match=r"adapter_config\.json (is damaged|has the regular)"):
             call()
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return shutil.copytree(DATA / "peft" / "llama", tmp_path / "adapter")
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def change_tensors(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    safetensors.numpy.save_file(change(safetensors.numpy.load_file(file)), file)
+
+
+PATTERNS = {
+    "alpha_pattern": {"layers.1.self_attn.q_proj": 16, r"model\.layers\.0\.self_attn\.o_proj": 5, r"\d\.mlp\..*": 3}
+}
+
+
+def test_settings_of_a_layer_decide_its_scale(adapter: Path) -> None:
+    change_config(adapter, **PATTERNS)
+    base = BASES / "llama"
+    tensors = safetensors.numpy.load_file(adapter / "adapter_model.safetensors")
+    merged, plain = jaxckpt.load_numpy(jaxckpt.formats.merge_lora(base, adapter)), jaxckpt.load_numpy(base)
+    lora = jaxckpt.load_numpy(
+        adapter / "adapter_model.safetensors", rename=jaxckpt.rules.lora_rules(adapter, base=base)
+    )["layers"]
+    for layer, (part, name), alpha in (
+        ("0", ("attn", "q"), 8), ("1", ("attn", "q"), 16), ("0", ("attn", "o"), 5), ("1", ("attn", "o"), 8),
+        ("0", ("mlp", "down"), 3), ("1", ("mlp", "down"), 3), ("1", ("attn", "v"), 8),
+    ):  # fmt: skip
+        module = f"model.layers.{layer}.{'self_attn' if part == 'attn' else part}.{name}_proj"
+        a, b = (tensors[f"base_model.model.{module}.lora_{letter}.weight"] for letter in "AB")
+        expected = np.float32(alpha / 4) * (b @ a)
+        weight = f"{module}.weight"
+        np.testing.assert_allclose(merged[weight] - plain[weight], expected, atol=1e-6)
+        leaves = lora[layer][part][name]["lora"]
+        np.testing.assert_allclose((leaves["lora_a"] @ leaves["lora_b"]).T, expected, atol=1e-6)
+    with pytest.raises(jaxckpt.errors.InputError, match=r"alpha_pattern in .* differs between the modules of .*q_proj"):
+        jaxckpt.rules.lora_rules(adapter, base=base, scan=True)
+    change_config(adapter, alpha_pattern={r"layers\.\d\.mlp\.down_proj": 3})
+    jaxckpt.rules.lora_rules(adapter, base=base, scan=True)
+
+
+def test_a_rank_that_the_configuration_does_not_have_is_an_error(adapter: Path) -> None:
+    base = BASES / "llama"
+    change_config(adapter, r=8)
+    with pytest.raises(jaxckpt.MismatchError, match=r"do not fit .*, with rank 8 of adapter_config\.json"):
+        jaxckpt.formats.merge_lora(base, adapter)
+    rules = jaxckpt.rules.lora_rules(adapter, base=base)
+    with pytest.raises(jaxckpt.MismatchError, match=r"r = 4|r.*8"):
+        jaxckpt.load_numpy(adapter / "adapter_model.safetensors", rename=rules)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"init_lora_weights": "pissa_niter_4"}, {"init_lora_weights": "OLoRA"}, {"layer_replication": [[1, 2], [0, 1]]},
+     {"alora_invocation_tokens": [1]}, {"lora_bias": True}, {"kasa_config": {"beta": 0.1}}],
+)  # fmt: skip
+def test_an_adapter_for_another_base_or_computation_is_an_error(settings: dict[str, Any], adapter: Path) -> None:
+    change_config(adapter, **settings)
+    for call in (
+        lambda: jaxckpt.rules.lora_rules(adapter, base=BASES / "llama"),
+        lambda: jaxckpt.formats.merge_lora(BASES / "llama", adapter),
+    ):
+        with pytest.raises(jaxckpt.errors.InputError, match=f"has {next(iter(settings))}.*does not support"):
+            call()
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: {name: value[:0] if "lora_A" in name else value[:, :0].copy() for name, value in t.items()}, "fit"),
+        (lambda t: {name: np.zeros((), np.float32) for name in t}, "do not fit"),
+        (lambda t: {}, "has no tensors"),
+        (lambda t: {**t, f"base_model.model.{Q}.weight": np.zeros((24, 16), np.float32)}, "replaces a tensor into"),
+        (lambda t: {**t, "model.norm.weight": np.zeros(16, np.float32)}, "'model.norm.weight' has no tensor"),
+        (
+            lambda t: {
+                **t,
+                "base_model.model.lm_head.weight": np.zeros((24, 16), np.float32),
+                "base_model.model.lm_head.modules_to_save.weight": np.ones((24, 16), np.float32),
+            },
+            "cannot replace 'lm_head.weight'",
+        ),
+    ],
+)  # fmt: skip
+def test_tensors_that_peft_would_not_use_are_an_error(change: Any, said: str, adapter: Path) -> None:
+    change_tensors(adapter / "adapter_model.safetensors", change)
+    with pytest.raises((jaxckpt.MismatchError, jaxckpt.errors.InputError), match=said):
+        jaxckpt.formats.merge_lora(BASES / "llama", adapter)
+
+
+def base_copy(folder: Path, family: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """A base with other tensors."""
+    folder.mkdir()
+    shutil.copy(BASES / family / "config.json", folder)
+    safetensors.numpy.save_file(change(jaxckpt.load_numpy(BASES / family)), folder / "model.safetensors")
+    return folder
+
+
+def test_a_quantized_base_is_an_error(adapter: Path, tmp_path: Path) -> None:
+    """Its scales would apply to the sum."""
+    for number, dtype in enumerate((ml_dtypes.float8_e4m3fn, np.int8)):
+        base = base_copy(
+            tmp_path / str(number), "llama", lambda t, dtype=dtype: {**t, f"{Q}.weight": t[f"{Q}.weight"].astype(dtype)}
+        )
+        with pytest.raises(jaxckpt.MismatchError, match=rf"is for '{re.escape(Q)}.weight' of dtype .*8"):
+            jaxckpt.formats.merge_lora(base, adapter)
+
+
+def test_saved_modules_have_the_dtype_of_the_base_and_may_be_adapted(adapter: Path, tmp_path: Path) -> None:
+    base = base_copy(tmp_path / "base", "llama", lambda t: {n: v.astype(ml_dtypes.bfloat16) for n, v in t.items()})
+    rng = np.random.default_rng(0)
+    norm, head = rng.standard_normal(16, np.float32), rng.standard_normal((24, 16), np.float32)
+    a, b = rng.standard_normal((4, 16), np.float32), rng.standard_normal((24, 4), np.float32)
+    new = {"model.layers.0.input_layernorm.weight": norm, "lm_head.base_layer.weight": head,
+           "lm_head.lora_A.weight": a, "lm_head.lora_B.weight": b}  # fmt: skip
+    change_tensors(
+        adapter / "adapter_model.safetensors", lambda t: {**t, **{f"base_model.model.{n}": v for n, v in new.items()}}
+    )
+    merged = jaxckpt.formats.merge_lora(base, adapter)
+    tree = jaxckpt.load_numpy(merged, rename=jaxckpt.rules.huggingface_rules(base, scan=True))
+    assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {np.dtype(ml_dtypes.bfloat16)}
+    np.testing.assert_array_equal(tree["layers"]["attn_norm"]["scale"][0], norm.astype(ml_dtypes.bfloat16))
+    expected = head.astype(ml_dtypes.bfloat16).astype(np.float32) + np.float32(2) * (b @ a)
+    np.testing.assert_allclose(tree["head"]["kernel"].astype(np.float32), expected.T, rtol=1e-2)
+
+
+def test_an_adapter_of_an_embedding_that_is_also_the_head_is_an_error(tmp_path: Path) -> None:
+    """PEFT trains the embedding alone, and in the merged model it would also be the head."""
+    adapter = shutil.copytree(DATA / "peft" / "gpt2", tmp_path / "adapter")
+    new = {"base_model.model.transformer.wte.weight": np.ones((24, 16), np.float32)}
+    change_tensors(adapter / "adapter_model.safetensors", lambda t: {**t, **new})
+    with pytest.raises(jaxckpt.MismatchError, match=r"wte\.weight' is for an embedding or head that are one tensor"):
+        jaxckpt.formats.merge_lora(BASES / "gpt2", adapter)
+    change_config(adapter, ensure_weight_tying=True)
+    merged = jaxckpt.load_numpy(jaxckpt.formats.merge_lora(BASES / "gpt2", adapter), select="transformer.wte.weight")
+    np.testing.assert_array_equal(merged["transformer.wte.weight"], np.ones((24, 16)))
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_base_decides_whether_square_weights_are_transposed(flag: bool, tmp_path: Path) -> None:
+    adapter = shutil.copytree(DATA / "peft" / "gpt2", tmp_path / "adapter")
+    change_config(adapter, fan_in_fan_out=flag)
+    merged = jaxckpt.formats.merge_lora(BASES / "gpt2", adapter)
+    tree = jaxckpt.load_numpy(merged, rename=jaxckpt.rules.huggingface_rules(BASES / "gpt2"))
+    expected = np.load(adapter / "expected.npz")["logits"]
+    np.testing.assert_allclose(logits(tree, "gpt2"), expected, rtol=1e-5, atol=3e-6)
+
+
+def test_an_adapter_of_routers_has_rules(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["router"]}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    rules = jaxckpt.rules.lora_rules(tmp_path / "adapter", base=BASES / "llama4_text").rules
+    assert [rule.target for rule in rules] == [f"layers/{{i}}/moe/router/lora/lora_{letter}" for letter in "ab"]
+
+
+def test_infinite_values_raise_no_warnings(adapter: Path, tmp_path: Path) -> None:
+    """Warnings are errors in tests, and may be in programs."""
+    change_tensors(adapter / "adapter_model.safetensors", lambda t: {n: np.full_like(v, 3e38) for n, v in t.items()})
+    merged = jaxckpt.load_numpy(jaxckpt.formats.merge_lora(BASES / "llama", adapter))
+    assert np.isposinf(merged[f"{Q}.weight"]).all()
+    for name, value in (("a", np.inf), ("b", -np.inf), ("c", 3e38)):
+        jaxckpt.save(tmp_path / name, {"w": np.full(2, value, np.float32)})
+    assert np.isnan(jaxckpt.load_numpy(jaxckpt.weights.average([tmp_path / "a", tmp_path / "b"]))["w"]).all()
+    assert np.isposinf(jaxckpt.load_numpy(jaxckpt.weights.average([tmp_path / "c"], weights=[2]))["w"]).all()
+    double = jaxckpt.rules.Rules([jaxckpt.rules.Rule(source="w", target="w", scale=2.0)])
+    assert np.isposinf(jaxckpt.load_numpy(tmp_path / "c", rename=double)["w"]).all()
 
 
 def test_convert_merges_an_adapter(tmp_path: Path) -> None:
@@ -188,6 +366,89 @@ def test_a_weighted_sum_is_numpys_in_float32(runs: Any, weights: Any, tmp_path: 
         jax.tree.map(np.testing.assert_array_equal, jaxckpt.load_numpy(tmp_path / str(n)), tree)
 
 
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_an_average_has_the_tree_of_the_first_checkpoint(tmp_path: Path) -> None:
+    for value in (1, 3):
+        tree = {
+            "layers": [np.full(2, value * n, np.float32) for n in range(12)],
+            "pair": Pair(np.full(1, value, np.float32), (None, [], {})),
+            "by_number": {11: np.full(2, value, np.float32), 2: np.ones(1)},
+            "nan": float("nan"),
+        }
+        jaxckpt.save(tmp_path / str(value), tree)
+    averaged = jaxckpt.weights.average([tmp_path / "1", tmp_path / "3"])
+    jaxckpt.convert(averaged, tmp_path / "out")
+    for found in (jaxckpt.load_numpy(averaged), jaxckpt.load_numpy(tmp_path / "out")):
+        np.testing.assert_array_equal(found["layers"], [np.full(2, 2 * n, np.float32) for n in range(12)])
+        assert isinstance(found["layers"], list)
+        assert found["pair"] == (np.full(1, 2), (None, [], {}))
+        assert found["pair"]._fields == ("left", "right")
+        np.testing.assert_array_equal(found["by_number"][11], [2, 2])
+        assert np.isnan(found["nan"])
+
+
+def test_arrays_of_numpy_and_jax_are_averaged_and_values_of_other_types_are_not(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "numpy", {"w": np.ones(2, np.float32), "flag": True})
+    jaxckpt.save(tmp_path / "jax", {"w": 3 * jax.numpy.ones(2), "flag": 1})
+    places = [tmp_path / "numpy", tmp_path / "jax"]
+    averaged = jaxckpt.weights.average(places, select="w")
+    np.testing.assert_array_equal(jaxckpt.load_numpy(averaged)["w"], [2, 2])
+    with pytest.raises(jaxckpt.MismatchError, match="'flag' is True, and 1 in"):
+        jaxckpt.weights.average(places)
+
+
+def test_the_last_steps_of_runs_of_any_kind(runs: Any, tmp_path: Path) -> None:
+    run, states = runs
+    jaxckpt.convert(run, tmp_path / "orbax", format="orbax", select="params")
+    jaxckpt.save(tmp_path / "best@last2", {"params": {"w": states[0]["params"]["w"]}})
+    for place, expected in ((run, 2.5), (tmp_path / "orbax", 2.5), (tmp_path / "best", None)):
+        averaged = jaxckpt.weights.average([Path(f"{place}@last2")], select="params/w")
+        w = [state["params"]["w"] for state in states]
+        sought = w[0] if expected is None else w[2] * np.float32(0.5) + w[3] * np.float32(0.5)
+        np.testing.assert_array_equal(jaxckpt.load_numpy(averaged)["params"]["w"], sought)
+
+
+def test_quantized_weights_are_not_averaged_without_their_scales(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        weight = np.ones((2, 2), ml_dtypes.float8_e4m3fn)
+        tree = {"w": weight, "w_scale_inv": np.full((1, 1), value, np.float32)}
+        jaxckpt.save(tmp_path / str(value), tree)
+    places = [tmp_path / "1.0", tmp_path / "2.0"]
+    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'w' is quantized.*rename=huggingface_rules"):
+        jaxckpt.weights.average(places)
+    rule = jaxckpt.rules.Rule(source="w", target="w", scales="w_scale_inv", block=(2, 2))
+    averaged = jaxckpt.weights.average(places, rename=jaxckpt.rules.Rules([rule]))
+    np.testing.assert_array_equal(jaxckpt.load_numpy(averaged)["w"], np.full((2, 2), 1.5))
+
+
+@pytest.mark.parametrize("step", [-1, True, 1 << 70])
+def test_user_metadata_that_is_no_step_is_kept_as_it_is(step: int, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {"w": np.ones(2)}, metadata={"step": step})
+    jaxckpt.convert(jaxckpt.weights.average([tmp_path / "a"]), tmp_path / "out")
+    assert jaxckpt.open(tmp_path / "out").metadata == {"step": step}
+
+
+@pytest.mark.parametrize("executor", [False, True])
+def test_output_never_replaces_a_folder_with_an_input(executor: bool, adapter: Path, tmp_path: Path) -> None:
+    group = tmp_path / "group"
+    jaxckpt.save(tmp_path / "tree", {"a": {"w": np.ones(2)}, "b": {"w": np.zeros(2)}})
+    jaxckpt.convert(tmp_path / "tree", group, format="zarr")
+    averaged = jaxckpt.weights.average([group / "a", group / "b"])
+    shutil.copytree(DATA / "peft" / "llama", adapter / "sub")
+    merged = jaxckpt.formats.merge_lora(BASES / "llama", adapter / "sub")
+    for source, folder in ((averaged, group), (merged, adapter)):
+        said = f"is in {folder}, which would be deleted"
+        with ThreadPoolExecutor(1) as threads:
+            arguments: dict[str, Any] = {"format": "safetensors", "executor": threads if executor else None}
+            with pytest.raises(jaxckpt.errors.CheckpointExistsError, match=said):
+                jaxckpt.convert(source, folder, overwrite=True, **arguments)
+    np.testing.assert_array_equal(jaxckpt.load_numpy(group)["b"]["w"], np.zeros(2))
+
+
 def test_what_is_replaced_after_an_average_was_opened_is_not_mixed_into_it(tmp_path: Path) -> None:
     def write(name: str, value: float) -> None:
         tree = {name: np.full(4, value, np.float32) for name in ("w", "u")}
@@ -215,7 +476,10 @@ def test_a_step_that_is_deleted_while_an_average_is_read_is_not_called_damaged(
         checkpointer.delete(3)
         if change == "saved again":
             checkpointer.save(3, states[0])
-    with pytest.raises(jaxckpt.errors.NotACheckpointError, match=r"was (deleted|replaced) .*while it was being read"):
+    said = (
+        r"checkpoint at \S*/run/00000003 was (deleted|replaced by another) while it was being read"  # not all of them
+    )
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match=said):
         jaxckpt.load_numpy(averaged)
 
 
@@ -249,37 +513,44 @@ def test_an_average_of_files_in_several_places(tmp_path: Path) -> None:
 def test_leaves_that_cannot_be_read_do_not_hide_those_that_differ(tmp_path: Path) -> None:
     for number in (1, 2):
         np.savez(tmp_path / f"{number}.npz", w=np.ones(number), o=np.array([object()]))
-    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'w' is float64\[1\], and otherwise.*'o' cannot be read: "):
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"(?s)'w' is float64\[1\], and float64\[2\] in .*'o' cannot be read: "
+    ):
         jaxckpt.weights.average([tmp_path / "1.npz", tmp_path / "2.npz"])
 
 
 def test_checkpoints_that_cannot_be_averaged(runs: Any, tmp_path: Path) -> None:
     run, _ = runs
     average = jaxckpt.weights.average
-    with pytest.raises(
-        jaxckpt.MismatchError, match=r"(?s)'step' is 0, and another value in .*choose the leaves to average"
-    ):
+    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'step' is 0, and 1 in .*choose the leaves to average"):
         average([f"{run}@0", f"{run}@1"])
     jaxckpt.save(tmp_path / "other", {"params": {"w": np.ones((4, 5), np.float32), "x": 1.0}})
     with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'params/b' is only in .*run.*'params/x' is only in .*other"):
         average([f"{run}@0", tmp_path / "other"], select="params")
-    with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' is float32\[40, 50\], and otherwise in"):
+    with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' is float32\[40, 50\], and float32\[4, 5\] in"):
         average([f"{run}@0", tmp_path / "other"], select="params/w")
     jaxckpt.save(tmp_path / "n", {"n": np.arange(4) * 2})
     with pytest.raises(jaxckpt.MismatchError, match=r"'n' is not a float, but int64\[4\], and differs between"):
         jaxckpt.load_numpy(average([f"{run}@0", tmp_path / "n"], select="n"))
-    for wrong in ((1,), (1, float("nan"))):
-        with pytest.raises(jaxckpt.errors.InputError, match="one finite number for each of 2 checkpoints"):
+    for wrong in ((1,), (1, float("nan")), (1, 1e39)):
+        with pytest.raises(jaxckpt.errors.InputError, match="one finite float32 for each of 2 checkpoints"):
             average([f"{run}@0", f"{run}@1"], weights=wrong)
-    for unusable, why in ((("x", 1), "'x'"), ((10**400, 1), "too large"), ({1.0, 2.0}, "a set has no order")):
+    for unusable, why in (
+        (("x", 1), "'x'"),
+        ((10**400, 1), "too large"),
+        ({1.0, 2.0}, "a set"),
+        ("12", "a str"),
+        ({0.5: 1, 1: 2}, "a dict"),
+    ):
         with pytest.raises(jaxckpt.errors.InputError, match=f"weights= must be a sequence of numbers: .*{why}"):
             average([f"{run}@0", f"{run}@1"], weights=unusable)  # pyright: ignore
     with pytest.raises(jaxckpt.errors.InputError, match="at least one checkpoint, found none"):
         average([])
     with pytest.raises(jaxckpt.errors.InputError, match=r"run@last9: .* has 4 steps"):
         average([f"{run}@last9"])
-    with pytest.raises(jaxckpt.errors.InputError, match="takes a list of checkpoints"):
-        average(str(run))  # pyright: ignore
+    for unusable in (str(run), 5, {f"{run}@0", f"{run}@1"}, {f"{run}@0": 1}):
+        with pytest.raises(jaxckpt.errors.InputError, match="takes a list of checkpoints"):
+            average(unusable)  # pyright: ignore
 
 
 @pytest.mark.parametrize("step", [np.int32, int], ids=["array", "int"])
