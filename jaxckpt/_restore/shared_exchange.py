@@ -1,6 +1,8 @@
 """Reads data that several processes need once in the whole job, and sends it over the devices' interconnect.
 
 each round:  read own portions ─▶ all processes meet ─▶ all-gather each piece ─▶ scatter into buffers ─▶ deliver
+                     ▲                    │
+                     └── take over those of processes that are late
 
 The processes exchange plain bytes, so one program serves all shapes, dtypes and layouts, and host leaves. A process
 that fails raises in the rendezvous, before the others run a program in which they would wait forever.
@@ -8,11 +10,13 @@ that fails raises in the rendezvous, before the others run a program in which th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,8 +28,10 @@ from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import extent
 from jaxckpt._model.pieces import Array, Bytes, aligned_empty
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.progress import Report
+from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._restore.read_loop import Delivery, MemoryPool, PendingRead, StepBuffers
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._restore.shared_reads import (
@@ -36,10 +42,23 @@ from jaxckpt._restore.shared_reads import (
     community_of,
     covers,
     split_into_shipments,
+    take_over,
 )
 from jaxckpt._sources.source import Source
 from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import PeersDisagreeError
+
+_LATE = 1.5
+"""A process is late if its reads of a round take this many times as long as those of each process that is done. Others
+then read what is left of them."""
+
+_PATIENCE_SECONDS = [_LATE**number for number in range(12)]
+"""How long the reads of a round may take when the processes meet, which they do again while some are not done. After
+more than these, or half of `Options.timeout_seconds`, a process waits for all of its reads before it meets the others.
+"""
+
+_STUCK = 0.25
+"""A late process that has read less than this part of a round reads nothing in later rounds."""
 
 
 def require_agreement(rendezvous: Rendezvous, digest: str) -> None:
@@ -75,31 +94,41 @@ def read_shared(
 ) -> None:
     """Run the rounds of this process's communities, of one in each partition, side by side. Every process calls this,
     even if it has none. Raises PeersDisagreeError unless `digest`, of what is planned, is equal in all."""
-    budget = Budget(options.host_bytes)
+    budget, process = Budget(options.host_bytes), rendezvous.call.index
     communities: list[_Community | None] = []
     for partition, rounds in planned.items():
         community = None
         if rounds:
-            process = rendezvous.call.index
             together = partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
             max_bytes = max_read_bytes(options.host_bytes // len(planned))
             community = _Community(source, rounds, Interconnect(process, together), max_bytes, budget)
         communities.append(community)
     started = [community.start_rounds() if community else iter(()) for community in communities]
     current = [next(rounds, None) for rounds in started]
-    is_left = True
-    while is_left:
-        for pending in filter(None, current):
-            pending.wait()
-        ahead = [next(rounds, None) for rounds in started]  # read while the current rounds are sent
-        offers = [pending.offers if pending else [] for pending in current]
-        with rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the programs
-            programs, is_left = _agree_on_programs(rendezvous, digest, offers, any(ahead))
+    patience = [seconds for seconds in _PATIENCE_SECONDS if seconds < options.timeout_seconds / 2]
+    meeting = _Meeting(is_left=True)
+    while meeting.is_left:
+        ahead: list[_Round | None] = []
+        attempts = itertools.chain(patience, itertools.repeat(None))
+        while not ahead or meeting.late:
+            seconds = next(attempts)
+            for own in filter(None, current):
+                own.reads.wait(source.url, 0.0 if seconds and process in meeting.stuck else seconds)
+            ahead = ahead or [next(rounds, None) for rounds in started]  # read while the current rounds are sent
+            states = [
+                community.state(own) if community and own else _State()
+                for community, own in zip(communities, current, strict=True)
+            ]
+            with rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the programs
+                meeting = _meet(rendezvous, digest, states, any(ahead), meeting.stuck)
+            for number, (community, own) in enumerate(zip(communities, current, strict=True)):
+                if community is not None:
+                    community.take_over(own, meeting, number)
         sent = [
-            _Sending(community, pending, shipment or Shipment([], {}), program)  # other communities have more
-            for community, pending, agreed in zip(communities, current, programs, strict=True)
+            _Sending(community, own, shipment or Shipment([], {}), program)  # other communities have more
+            for community, own, programs in zip(communities, current, meeting.programs, strict=True)
             if community is not None
-            for shipment, program in itertools.zip_longest(pending.shipments if pending else (), agreed)
+            for shipment, program in itertools.zip_longest(own.shipments if own else (), programs)
         ]
         with CollectiveCalls(sent, _Sending.gather) as calls:
             for sending in calls:
@@ -113,34 +142,114 @@ _Program = tuple[int, int]
 same programs."""
 
 
-def _agree_on_programs(
-    rendezvous: Rendezvous, digest: str, offers: list[list[_Program]], is_left: bool
-) -> tuple[list[list[_Program]], bool]:
-    """For each partition, programs that are large enough for the offers of all processes; and whether any process has
-    a round left after this one."""
-    texts = _gather_alike(rendezvous, digest, json.dumps([offers, is_left]))
-    gathered: list[Any] = [json.loads(text) for text in texts]
-    merged = [
-        [tuple(map(max, *programs, (0, 0))) for programs in itertools.zip_longest(*of_partition, fillvalue=(0, 0))]
-        for of_partition in zip(*(offered for offered, _ in gathered), strict=True)
-    ]
-    agreed = json.loads(rendezvous.broadcast(json.dumps([merged, any(left for _, left in gathered)])))
+class _Meeting(NamedTuple):
+    """What the processes agree on."""
+
+    is_left: bool
+    """Whether any process has a round left after this one."""
+
+    stuck: Sequence[int] = ()
+    """The processes that are so late that they read nothing in later rounds."""
+
+    late: Sequence[int] = ()
+    """The processes that have not read all of their portions. If there are any, all meet again."""
+
+    moved: Sequence[tuple[int, Sequence[Sequence[int]]]] = ()
+    """For some late processes, the numbers of the portions in each partition that others read instead."""
+
+    programs: Sequence[Sequence[_Program]] = ()
+    """For each partition, programs that are large enough for the shipments of all processes."""
+
+
+class _State(NamedTuple):
+    """The state of a process's round in one partition."""
+
+    offers: Sequence[_Program] = ()
+    """The programs that its shipments need."""
+
+    late: Sequence[int] = ()
+    """The numbers of the portions that it has not read."""
+
+    seconds: float = 0.0
+    """How long its reads took, or have taken so far; 0 if it reads nothing."""
+
+    part_read: float = 1.0
+
+
+def _meet(
+    rendezvous: Rendezvous, digest: str, states: Sequence[_State], is_left: bool, stuck: Sequence[int]
+) -> _Meeting:
+    texts = _gather_alike(rendezvous, digest, json.dumps([is_left, states]))
+    decision = _decide([json.loads(text) for text in texts], stuck) if texts else None
+    agreed = json.loads(rendezvous.broadcast(json.dumps(decision)))
     rendezvous.start_next()
-    return agreed
+    return _Meeting(*agreed)
 
 
-class _PendingSharedRead:
-    """A round that is being read."""
+def _decide(gathered: Sequence[tuple[bool, Sequence[Sequence[Any]]]], stuck: Sequence[int]) -> _Meeting:
+    """What process 0 decides for all, from what each process has sent. `stuck` has those of earlier meetings."""
+    is_left = any(left for left, _ in gathered)
+    states = [[_State(*state) for state in of_process] for _, of_process in gathered]
+    late = [process for process, own in enumerate(states) if any(state.late for state in own)]
+    if not late:
+        programs = [
+            [tuple(map(max, *offers, (0, 0))) for offers in itertools.zip_longest(*offered, fillvalue=(0, 0))]
+            for offered in zip(*([state.offers for state in own] for own in states), strict=True)
+        ]
+        return _Meeting(is_left, stuck, programs=programs)
+    seconds = [max(state.seconds for state in own) for own in states]
+    slowest = max((taken for process, taken in enumerate(seconds) if process not in late), default=0.0)
+    too_late = [p for p in late if slowest and (p in stuck or seconds[p] >= _LATE * slowest)]
+    more = [p for p in too_late if p not in stuck and min(state.part_read for state in states[p]) < _STUCK]
+    return _Meeting(is_left, [*stuck, *more], late, [(p, [state.late for state in states[p]]) for p in too_late])
 
-    def __init__(self, shipments: list[Shipment], offers: list[_Program], own: Array, reads: Sequence[PendingRead]):
-        self.shipments = shipments
-        self.offers = offers
-        self.own = own
+
+class _OwnReads:
+    """The reads of this process in a round. Another thread waits for them, so that this one can meet the others."""
+
+    def __init__(self, reads: Sequence[tuple[Portion, PendingRead]] = ()) -> None:
         self._reads = reads
+        self._n_read = 0
+        self._begun = time.monotonic()
+        self._ended = self._begun
+        self._task = submit_waiting(self._await_all) if reads else None
 
-    def wait(self) -> None:
-        for pending in self._reads:
+    def _await_all(self) -> None:
+        for _, pending in self._reads:
             pending.wait()
+            self._n_read += 1
+            self._ended = time.monotonic()
+
+    def wait(self, url: str, seconds: float | None) -> None:
+        """Wait for them, at most until this many seconds after they began. Raises DataError, StorageError."""
+        if self._task is None:
+            return
+        left = None if seconds is None else max(0.0, self._begun + seconds - time.monotonic())
+        if operate(f"reading from {url}", functools.partial(self._task.wait, left)):
+            self._task.result()
+            self._task = None
+
+    @property
+    def unread(self) -> Sequence[Portion]:
+        return [portion for portion, _ in self._reads[self._n_read :]]
+
+    @property
+    def seconds(self) -> float:
+        """How long they took, or have taken so far; 0 if there are none."""
+        return (self._ended if self._n_read == len(self._reads) else time.monotonic()) - self._begun
+
+
+@dataclass(slots=True)
+class _Round:
+    """A round of a community."""
+
+    portions: SharedRead
+    shipments: Sequence[Shipment]
+
+    own: Array
+    """The bytes that this process reads."""
+
+    reads: _OwnReads
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +257,12 @@ class _Sending:
     """A program that sends the data of a shipment."""
 
     community: _Community
-    pending: _PendingSharedRead | None
+    own: _Round | None
     shipment: Shipment
     program: _Program
 
     def gather(self, _: object) -> dict[int, Bytes]:
-        own = self.pending.own if self.pending else np.empty(0, np.uint8)
+        own = self.own.own if self.own else np.empty(0, np.uint8)
         return self.community.interconnect.gather(self.shipment.spans, *self.program, own)
 
 
@@ -176,33 +285,70 @@ class _Community:
         self._budget = budget
         self._memory = MemoryPool()
         self._step_buffers: dict[int, StepBuffers] = {}
+        self._stuck: Sequence[int] = ()
 
-    def start_rounds(self) -> Iterator[_PendingSharedRead]:
+    def start_rounds(self) -> Iterator[_Round]:
         """Each round, after its reads have been started."""
-        own_portions = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
+        readers = self._array_readers([portion for portions in self._rounds for portion in self._own(portions)])
+        for portions in self._rounds:
+            others = [process for process in self.interconnect.community if process not in self._stuck]
+            if self._stuck and others:
+                portions = take_over(portions, (n for n, p in enumerate(portions) if p.reader in self._stuck), others)
+                readers = self._array_readers(self._own(portions))  # the planned ones keep objects for planned reads
+            own = self._own(portions)
+            into = aligned_empty((sum(portion.n_bytes for portion in own),), np.dtype(np.uint8))
+            yield _Round(portions, self._shipments(portions), into, self._start_reads(own, into, readers))
+
+    def take_over(self, round_: _Round | None, meeting: _Meeting, partition: int) -> None:
+        """Let the processes that are done read what late ones have not read."""
+        self._stuck = meeting.stuck
+        members = self.interconnect.community
+        late = {process: numbers[partition] for process, numbers in meeting.moved if process in members}
+        done = [process for process in members if process not in meeting.late]
+        numbers = [*itertools.chain.from_iterable(late.values())]
+        if round_ is None or not numbers or not done:
+            return
+        round_.portions = take_over(round_.portions, numbers, done)
+        round_.shipments = self._shipments(round_.portions)
+        if self._process in late:
+            round_.reads = _OwnReads()  # the others are abandoned
+        if taken := self._own(round_.portions[-len(numbers) :]):
+            before = round_.own
+            round_.own = aligned_empty((taken[-1].start + taken[-1].n_bytes,), np.dtype(np.uint8))
+            round_.own[: len(before)] = before
+            round_.reads = self._start_reads(taken, round_.own, self._array_readers(taken))
+
+    def state(self, round_: _Round) -> _State:
+        offers = [(self.interconnect.rounded_bytes(one.span_bytes), len(one.spans)) for one in round_.shipments]
+        unread = round_.reads.unread
+        numbers = {id(portion): number for number, portion in enumerate(round_.portions)}
+        part_read = 1 - sum(portion.n_bytes for portion in unread) / max(1, len(round_.own))
+        return _State(offers, [numbers[id(portion)] for portion in unread], round_.reads.seconds, part_read)
+
+    def _shipments(self, portions: SharedRead) -> list[Shipment]:
+        return [*split_into_shipments(portions, self.interconnect.community, self._max_bytes)]
+
+    def _own(self, portions: SharedRead) -> SharedRead:
+        return [portion for portion in portions if portion.reader == self._process]
+
+    def _array_readers(self, portions: SharedRead) -> dict[int, ArrayReader]:
+        """A reader for each stack of these portions."""
         by_stack: dict[int, list[Portion]] = {}
-        for portion in own_portions:
+        for portion in portions:
             by_stack.setdefault(portion.step.stack, []).append(portion)
-        readers = {
+        return {
             stack: self._source.array_reader(stack, (portion.read.boxes for portion in portions))
             for stack, portions in by_stack.items()
         }
-        for portions in self._rounds:
-            yield self._start_round(portions, readers)
 
-    def _start_round(self, portions: SharedRead, readers: Mapping[int, ArrayReader]) -> _PendingSharedRead:
-        """Start the reads of this process in a round."""
-        own_portions = [portion for portion in portions if portion.reader == self._process]
-        own = aligned_empty((sum(portion.n_bytes for portion in own_portions),), np.dtype(np.uint8))
-        reads: list[PendingRead] = []
-        for portion in own_portions:
+    def _start_reads(self, portions: SharedRead, into: Array, readers: Mapping[int, ArrayReader]) -> _OwnReads:
+        """Start to read these portions of this process into its bytes of the round."""
+        reads: list[tuple[Portion, PendingRead]] = []
+        for portion in portions:
             stack = portion.step.stack
-            regions = self._regions(portion, own[portion.start :])
-            targets = list(zip(portion.read.boxes, regions, strict=True))
-            reads.append(PendingRead.begin(self._source, stack, readers[stack], targets))
-        shipments = list(split_into_shipments(portions, self.interconnect.community, self._max_bytes))
-        offers = [(self.interconnect.rounded_bytes(one.span_bytes), len(one.spans)) for one in shipments]
-        return _PendingSharedRead(shipments, offers, own, reads)
+            targets = list(zip(portion.read.boxes, self._regions(portion, into[portion.start :]), strict=True))
+            reads.append((portion, PendingRead.begin(self._source, stack, readers[stack], targets)))
+        return _OwnReads(reads)
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
         """The regions of a portion in its bytes."""

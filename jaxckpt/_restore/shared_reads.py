@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxckpt._devices.interconnect import MAX_BYTES, Span
@@ -206,6 +206,21 @@ def _assign_readers(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: in
         filled[reader] += ends[-1]
         before += ends[-1]
     return portions
+
+
+def take_over(portions: SharedRead, numbers: Iterable[int], readers: Sequence[int]) -> SharedRead:
+    """The same reads, but these processes do the ones with these numbers, after their own. The order changes."""
+    moved = dict.fromkeys(numbers)
+    kept = [portion for number, portion in enumerate(portions) if number not in moved]
+    filled = collections.Counter[int]()
+    for portion in portions:
+        filled[portion.reader] = max(filled[portion.reader], portion.start + portion.n_bytes)
+    taken: SharedRead = []
+    for number in moved:
+        reader = min(readers, key=lambda process: (filled[process], process))
+        taken.append(replace(portions[number], reader=reader, start=filled[reader]))
+        filled[reader] += portions[number].n_bytes
+    return kept + taken
 
 
 @dataclass(frozen=True, slots=True)

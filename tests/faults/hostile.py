@@ -128,7 +128,7 @@ def mend(path: Path, manifest: dict[str, Any]) -> None:
             (folder / "zarr.json").write_bytes(text)
             count = math.prod(-(-n // side) for n, side in zip(stack.array_shape, stack.object, strict=True))
             sizes = (stack.chunk_stored_bytes, math.prod(stack.object) * stack.itemsize, stack.index_bytes)
-            if count > 100 or max(sizes) > 1 << 16:
+            if not 0 <= count <= 100 or max(sizes) > 1 << 16:
                 continue
             content, digest = valid_object(stack)
             record["objects"] = {}

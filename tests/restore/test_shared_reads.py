@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, RunProcesses
-from servers import Bucket
+from servers import Bucket, Proxy, never
 from strategies import chunks_of, stacks
 
 import jaxckpt
@@ -31,6 +31,7 @@ from jaxckpt._restore.shared_reads import (
     plan_shared_reads,
     share,
     split_into_shipments,
+    take_over,
     wants_digest,
 )
 
@@ -95,8 +96,8 @@ def test_each_chunk_is_read_once_and_all_wanted_data_arrives(job: tuple[list[Sta
     assert max(reads.values(), default=0) <= 1
 
 
-@given(jobs(), st.sampled_from([1, 200, 1 << 20]))
-def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_bytes: int) -> None:
+@given(jobs(), st.sampled_from([1, 200, 1 << 20]), st.data())
+def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_bytes: int, data: st.DataObject) -> None:
     found, sought = job
     _, shared = share(found, wanted_by(0, found, sought), 0)
     for partition, wants in shared.items():
@@ -109,15 +110,31 @@ def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_byt
                 assert not one.start % READ_ALIGNMENT_BYTES
                 read[one.reader] += one.n_bytes
             assert max(read.values()) <= total / len(members) + largest
-            passed: SharedRead = []
-            for piece in split_into_shipments(portions, members, max_bytes):
-                passed += piece.portions
-                assert set(piece.spans) == {one.reader for one in piece.portions}
-                for reader, (first, end) in piece.spans.items():
-                    inside = [one for one in piece.portions if one.reader == reader]
-                    assert (first, end) == (inside[0].start, first + sum(one.n_bytes for one in inside))
-                    assert end - first <= 2 * max(largest, max_bytes // (2 * len(members)))
-            assert sorted(map(id, passed)) == sorted(map(id, portions))
+            assert_sent_once(portions, members, max_bytes, largest)
+            late = data.draw(st.sets(st.sampled_from(members), max_size=len(members) - 1))
+            numbers = [number for number, one in enumerate(portions) if one.reader in late]
+            numbers = numbers[data.draw(st.integers(0, len(numbers))) :]
+            done = [process for process in members if process not in late]
+            after = take_over(portions, numbers, done)
+            assert [one for one in portions if one in after] == after[: len(portions) - len(numbers)]
+            assert {id(one.read) for one in after} == {id(one.read) for one in portions}
+            assert all(one.reader in done for one in after[len(portions) - len(numbers) :])
+            assert_sent_once(after, members, max_bytes, max(read.values()))
+
+
+def assert_sent_once(portions: SharedRead, members: tuple[int, ...], max_bytes: int, largest: int) -> None:
+    for process in members:
+        own = [one for one in portions if one.reader == process]
+        assert all(one.start + one.n_bytes <= other.start for one, other in itertools.pairwise(own))
+    passed: SharedRead = []
+    for piece in split_into_shipments(portions, members, max_bytes):
+        passed += piece.portions
+        assert set(piece.spans) == {one.reader for one in piece.portions}
+        for reader, (first, end) in piece.spans.items():
+            inside = [one for one in piece.portions if one.reader == reader]
+            assert (first, end) == (inside[0].start, inside[-1].start + inside[-1].n_bytes)
+            assert end - first <= 2 * max(largest, max_bytes // (2 * len(members)))
+    assert sorted(map(id, passed)) == sorted(map(id, portions))
 
 
 # In real processes ----------------------------------------------------------------------------------------
@@ -184,7 +201,8 @@ def test_auto_reads_each_object_of_a_bucket_once(run_processes: RunProcesses, s3
     received = {"replicated": value.nbytes, "split": 0, "numpy": 0}  # without a sharding, a plan is of one process
     for process in done:
         assert json.loads(process.stdout) == {"bucket": received, "folder": dict.fromkeys(received, 0)}
-    assert s3.proxy.counted()["GET object"] == 3 * 8, "8 objects, restored 3 times"
+    # 8 objects, restored 3 times; not 40 requests. Late ones may have been repeated.
+    assert 3 * 8 <= s3.proxy.counted()["GET object"] < 32
 
 
 @pytest.mark.parametrize(
@@ -234,3 +252,29 @@ def test_a_failure_or_disagreement_is_raised_by_all_processes(run_processes: Run
         ):
             assert one[case].startswith("PeersDisagreeError: the processes want different leaves"), (case, one[case])
         assert one["works"] == one["the same names"] == one["the same rules"] == "fine"
+
+
+@pytest.mark.parametrize(("silent", "accelerators"), [((1,), False), ((0, 3), False), ((2,), True)])
+def test_the_others_read_what_a_process_gets_no_answer_to(
+    run_processes: RunProcesses, s3: Bucket, silent: tuple[int, ...], accelerators: bool
+) -> None:
+    tree = {f"w{n}": np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024) + n for n in range(12)}
+    jaxckpt.save(s3.url, tree, options=jaxckpt.Options(object_bytes=32 << 10, chunk_bytes=32 << 10))
+    with Proxy(s3.proxy.endpoint) as deaf:
+        deaf.on("GET object", never)
+        endpoints = [(deaf if process in silent else s3.proxy).endpoint for process in range(4)]
+        given = {"path": s3.url, "endpoints": endpoints, "accelerators": accelerators, "timeout_seconds": 60}
+        done = run_processes(PROGRAMS / "late_reads.py", processes=4, devices_per_process=2, args=given, timeout=100)
+        assert all(json.loads(process.stdout) == "restored" for process in done)
+        assert deaf.counted()["GET object"]
+
+
+def test_a_job_without_any_answer_fails_in_time(run_processes: RunProcesses, s3: Bucket) -> None:
+    jaxckpt.save(s3.url, {"w0": np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)})
+    with Proxy(s3.proxy.endpoint) as deaf:
+        deaf.on("GET object", never)
+        given = {"path": s3.url, "endpoints": [deaf.endpoint] * 2, "accelerators": False, "timeout_seconds": 5}
+        done = run_processes(
+            PROGRAMS / "late_reads.py", processes=2, devices_per_process=2, args=given, timeout=100, check=False
+        )
+        assert all("no bytes have moved for 5 s while reading from s3://" in process.stderr for process in done)
