@@ -31,7 +31,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.progress import Report
-from jaxckpt._pipeline.workers import submit_waiting
+from jaxckpt._pipeline.workers import replace_workers, submit_waiting
 from jaxckpt._restore.read_loop import Delivery, MemoryPool, PendingRead, StepBuffers
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._restore.shared_reads import (
@@ -310,8 +310,9 @@ class _Community:
             return
         round_.portions = take_over(round_.portions, numbers, done)
         round_.shipments = self._shipments(round_.portions)
-        if self._process in late:
-            round_.reads = _OwnReads()  # the others are abandoned
+        if late.get(self._process):
+            round_.reads = _OwnReads()
+            replace_workers()  # the abandoned reads may never end
         if taken := self._own(round_.portions[-len(numbers) :]):
             before = round_.own
             round_.own = aligned_empty((taken[-1].start + taken[-1].n_bytes,), np.dtype(np.uint8))
