@@ -30,6 +30,7 @@ from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.workers import submit
 from jaxckpt._run_folder.incidents import Incident, read_incidents
+from jaxckpt._run_folder.metrics import AddedMetrics, read_added_metrics
 from jaxckpt._run_folder.pins import pins
 from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._run_folder.steps import is_step
@@ -160,9 +161,10 @@ def list_checkpoints(path: str) -> list[ListingEntry]:
     # On an object store, `folders` costs one request per checkpoint, and `names` one per thousand objects.
     folders = store.folders()
     names = list(folders) or store.names()
-    pinned = pins(store) if any(map(is_step, names)) else None
+    steps = [int(name) for name in names if is_step(name)]
+    pinned, added = (pins(store), read_added_metrics(store, steps)) if steps else (None, None)
     are_checkpoints = {store.child(name).url: folders.get(name) is True for name in sorted(names, key=natural_key)}
-    entries = _entries(are_checkpoints, pinned)
+    entries = _entries(are_checkpoints, pinned, added)
     if not entries and not_found is not None:
         raise not_found
     if pinned is None:
@@ -205,23 +207,29 @@ def _holds_checkpoints(path: str, store: Store) -> bool:
     return are_items_separate or True in store.folders().values() or any(map(_count_steps, inside))
 
 
-def _entries(are_checkpoints: Mapping[str, bool], pinned: Mapping[str, int] | None = None) -> list[ListingEntry]:
+def _entries(
+    are_checkpoints: Mapping[str, bool],
+    pinned: Mapping[str, int] | None = None,
+    added: AddedMetrics | None = None,
+) -> list[ListingEntry]:
     """The checkpoints and runs at these paths, finished or not.
 
     A path whose value is true holds a checkpoint, and is therefore no run. `pinned` has the pinned steps of their run,
-    by name.
+    by name, and `added` the metrics that were added to its steps.
     """
 
     def read() -> list[ListingEntry | None]:
         # Concurrently, because on network storage each takes several round trips.
-        entries = [submit(functools.partial(_entry, path, pinned, known)) for path, known in are_checkpoints.items()]
+        entries = [submit(functools.partial(_entry, pinned, added, *one)) for one in are_checkpoints.items()]
         return [entry.result() for entry in entries]
 
     found = run_watched("listing checkpoints", Options().timeout_seconds, read)
     return [entry for entry in found if entry is not None]
 
 
-def _entry(path: str, pinned: Mapping[str, int] | None, is_checkpoint: bool) -> ListingEntry | None:
+def _entry(
+    pinned: Mapping[str, int] | None, added: AddedMetrics | None, path: str, is_checkpoint: bool
+) -> ListingEntry | None:
     name = os.path.basename(path.rstrip("/"))
     entry = ListingEntry(name=name, path=path, step=int(name) if name.isdecimal() else None)
     try:
@@ -241,7 +249,7 @@ def _entry(path: str, pinned: Mapping[str, int] | None, is_checkpoint: bool) -> 
         leaves=len(checkpoint),
         bytes=checkpoint.nbytes,
         created=checkpoint.created or None,
-        metrics=_metrics(checkpoint),
+        metrics=metrics_of(checkpoint, added if entry.steps is None else None),
         dropped=checkpoint.dropped,
         pinned=_names_of(entry, checkpoint, pinned),
     )
@@ -268,10 +276,13 @@ def _names_of(entry: ListingEntry, checkpoint: Checkpoint, pinned: Mapping[str, 
     return [name for name in steps_by_name if entry.steps is not None or steps_by_name[name] == int(above[1])]
 
 
-def _metrics(checkpoint: Checkpoint) -> dict[str, float | None]:
-    """Its metrics. For another library's checkpoint, the numbers under "metrics" in its metadata."""
+def metrics_of(checkpoint: Checkpoint, added: AddedMetrics | None = None) -> dict[str, float | None]:
+    """Its metrics, also those that were added to a step: `added`, or those that are in the run. For another library's
+    checkpoint, the numbers under "metrics" in its metadata."""
     metrics: Any = checkpoint.metadata
-    if checkpoint.format == "jaxckpt" or not isinstance(metrics, dict):
-        return dict(checkpoint.metrics)
-    metrics = metrics.get("metrics")  # pyright: ignore[reportUnknownMemberType]
-    return metrics_of_another_library(metrics)
+    if checkpoint.format != "jaxckpt" and isinstance(metrics, dict):
+        return metrics_of_another_library(metrics.get("metrics"))  # pyright: ignore[reportUnknownMemberType]
+    if added is None and checkpoint.step is not None and checkpoint.format == "jaxckpt":
+        above = store_at(checkpoint.path, Options()).parent_and_name()
+        added = {} if above is None else read_added_metrics(above[0], [checkpoint.step])
+    return {**checkpoint.metrics, **(added or {}).get((checkpoint.step or 0, checkpoint.save_id), {})}

@@ -12,6 +12,7 @@ import click
 import numpy as np
 
 from jaxckpt._cli.inputs import progress_options, require_writable, resolve_leaf, rules_of, selected
+from jaxckpt._cli.listing import metrics_of
 from jaxckpt._cli.terminal import (
     Column,
     natural_key,
@@ -99,7 +100,9 @@ def _tree_record(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict
         "format": checkpoint.format,
         "save_id": checkpoint.save_id or None,
         "created": checkpoint.created or None,
-        **pick_attributes(checkpoint, "libraries metadata step metrics dropped"),
+        **pick_attributes(checkpoint, "libraries metadata step"),
+        "metrics": metrics_of(checkpoint),
+        **pick_attributes(checkpoint, "dropped"),
         "processes": [{"host": host, "bytes": n_bytes} for host, n_bytes in checkpoint.processes],
         "phase_seconds": checkpoint.phase_seconds,
         "bytes": checkpoint.nbytes,
@@ -184,8 +187,8 @@ def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator
     saved = f", saved {show_age(checkpoint.created)} ago" if checkpoint.created else ""
     yield f"{checkpoint.format}: {count}, {size}{saved}"
     if checkpoint.step is not None:
-        metrics = f": {show_metrics(checkpoint.metrics)}" if checkpoint.metrics else ""
-        yield f"step {checkpoint.step}{metrics}"
+        metrics = metrics_of(checkpoint)
+        yield f"step {checkpoint.step}{f': {show_metrics(metrics)}' if metrics else ''}"
     if checkpoint.dropped:
         yield f"dropped since: {', '.join(checkpoint.dropped)}"
     for axes in _meshes(leaves):

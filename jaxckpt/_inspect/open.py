@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
-        """The metrics given to `Checkpointer.save`; None for NaN."""
+        """The metrics given to `Checkpointer.save`; None for NaN. `Run.metrics` has added ones too."""
         return types.MappingProxyType({} if self._manifest.step is None else self._manifest.step.metrics)
 
     @property

@@ -67,6 +67,20 @@ def test_ls_changes_nothing(here: Path) -> None:
     assert files() == before
 
 
+def test_metrics_that_were_added_to_a_step(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "runs" / "one") as steps:
+        for step in (1, 2):
+            steps.save(step, {"w": jnp.zeros(3)}, metrics={"loss": step})
+            steps.add_metrics(step, {"accuracy": step / 4, "loss": 3})
+    where = str(tmp_path / "runs" / "one")
+    expected = [{"loss": 3.0, "accuracy": step / 4} for step in (1, 2)]
+    assert [entry["metrics"] for entry in run_json("ls", where)["checkpoints"]] == expected
+    assert [entry["metrics"] for entry in run_json("ls", str(tmp_path / "runs"))["checkpoints"]] == expected[1:]
+    assert [entry["metrics"] for entry in run_json("ls", f"{where}/00000001")["checkpoints"]] == expected[:1]
+    assert run_json("show", f"{where}@1")["metrics"] == expected[0]
+    assert "loss=3, accuracy=0.5" in run("show", where).stdout
+
+
 def test_steps_of_orbax(tmp_path: Path) -> None:
     import orbax.checkpoint as ocp
 
