@@ -21,10 +21,10 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 
 from jaxckpt._options import require_seconds
-from jaxckpt._pipeline.lanes import run_to_the_end
+from jaxckpt._pipeline.lanes import finish_at_exit, run_to_the_end
 from jaxckpt._pipeline.threads import Latch, start_thread
 from jaxckpt._run_folder.steps import RUN, is_published, is_step, step_name
 from jaxckpt._store.store import Store
@@ -65,12 +65,29 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
         start_thread(
             functools.partial(_renew, folder, name, term_seconds, stop, write_lock, token_ref), "jaxckpt-lease"
         )
+        _held[name] = functools.partial(_release, folder, name, stop, write_lock)
         _require_not_deleted(run, folder, step)
         yield
     finally:
-        if os.getpid() == holder_pid:  # a forked process does not hold the lease
+        # A forked process does not hold the lease. After the end of the program, nobody does.
+        if not stop.is_set and os.getpid() == holder_pid:
+            _held.pop(name, None)
             seconds = getattr(folder, "timeout_seconds", _DELETION_SECONDS)
             run_to_the_end(functools.partial(_release, folder, name, stop, write_lock), seconds)
+
+
+_held = dict[str, Callable[[], None]]()
+"""How to release the leases that this process holds, by their names."""
+
+
+def _release_all() -> None:
+    """At exit: release what a `with` block or a generator that was left open holds."""
+    for release in [*_held.values()]:
+        run_to_the_end(release, _DELETION_SECONDS)
+
+
+finish_at_exit(_release_all)
+os.register_at_fork(after_in_child=_held.clear)
 
 
 def _renew(
@@ -111,10 +128,10 @@ def _encode_lease(term_seconds: float, beats: int) -> bytes:
 
 
 def _term(note: bytes) -> float:
-    """The term in a lease; the default if a lease is read while it is being written."""
+    """The term in a lease; the default if a lease is damaged, or read while it is being written."""
     try:
         return require_seconds(json.loads(note)["term_seconds"], "term_seconds")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return TERM_SECONDS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack, overload
@@ -21,6 +22,7 @@ from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.lanes import finish_at_exit
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
@@ -113,6 +115,24 @@ class _Yielded:
         except NotACheckpointError:
             return False
         return content[:_HEAD_BYTES] == self.head
+
+
+_open = weakref.WeakSet[Generator[Step]]()
+
+
+def close_at_exit(steps: Generator[Step]) -> Generator[Step]:
+    """The same generator. Python would free it so late that it could not release its lease."""
+    _open.add(steps)
+    return steps
+
+
+def _close_all() -> None:
+    for steps in [*_open]:
+        with contextlib.suppress(ValueError):  # another thread runs it
+            steps.close()
+
+
+finish_at_exit(_close_all)
 
 
 def follow_steps(

@@ -53,7 +53,7 @@ from jaxckpt._run_folder.steps import (
     step_folders,
     step_name,
 )
-from jaxckpt._runs.follow import Step, follow_steps
+from jaxckpt._runs.follow import Step, close_at_exit, follow_steps
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._sources.compose import metrics_of_another_library
 from jaxckpt._sources.format_registry import missing_formats_hint
@@ -423,7 +423,7 @@ class Run:
             >>> [(step.number, step.restore()["w"]) for step in run.follow()]
             [(10, 10), (20, 20)]
         """
-        return follow_steps(
+        steps = follow_steps(
             self._store,
             self._options,
             after=-1 if after is None else require_whole_number(after, "after", minimum=0, maximum=MAX_INTEGER),
@@ -432,6 +432,7 @@ class Run:
             term_seconds=require_seconds(term_seconds, "term_seconds"),
             newest=require_bool(newest, "newest"),
         )
+        return close_at_exit(steps)
 
     def fork(self, new_directory: str | os.PathLike[str], *, step: StepName = "latest") -> int:
         """Start a new run from a step without copying data: the files are hard-linked.

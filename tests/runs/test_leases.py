@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -248,3 +250,40 @@ def test_a_lease_whose_holder_is_interrupted_does_not_stay(
     del holding
     gc.collect()
     until(lambda: [path.name for path in (tmp_path / "_run").iterdir()] == ["ended.json"])
+
+
+LEFT_OPEN = """
+import sys, threading, time
+import jaxckpt
+
+run = jaxckpt.Run(sys.argv[1])
+steps = run.follow()
+next(steps)
+block = jaxckpt.open(sys.argv[1]).hold()
+block.__enter__()
+
+def serve():
+    for step in run.follow():
+        held.set()
+        threading.Event().wait()
+
+held = threading.Event()
+threading.Thread(target=serve, daemon=True).start()
+held.wait(60)
+"""
+
+
+@pytest.mark.child
+def test_a_program_that_ends_leaves_no_lease(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as steps:
+        steps.save(1, {"w": np.zeros(3)})
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, tmp_path / "run"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert not done.stderr
+    assert not [*(tmp_path / "run" / "_run").glob("lease-*")]
