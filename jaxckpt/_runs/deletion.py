@@ -341,14 +341,13 @@ class Deletion:
                 continue
             try:
                 manifest, _ = load_manifest(child)
+                child.sweep(manifest.data_folder)
+                child.trim(manifest.data_folder, (record.stack() for record in manifest.stacks))
+                self._directory.remember(SavedStep.of(int(name), manifest))
             except NotACheckpointError:
                 child.clear(evict=False)
             except (CorruptError, StorageError) as error:
                 _log.warning("%s cannot be read, and no rule deletes it: %s", child.url, error)
-            else:
-                self._directory.remember(SavedStep.of(int(name), manifest))
-                child.sweep(manifest.data_folder)
-                child.trim(manifest.data_folder, (record.stack() for record in manifest.stacks))
 
 
 _all = weakref.WeakSet[Deletion]()

@@ -747,7 +747,15 @@ class Folder:
         return {name: name in known or self._is_published(name) for name in filter(predicate, self.names())}
 
     def names_below(self, predicate: Callable[[str], bool]) -> dict[str, list[str]]:
-        return {name: self.child(name).names() for name in filter(predicate, self.names())}
+        return {name: self._names_if_allowed(name) for name in filter(predicate, self.names())}
+
+    def _names_if_allowed(self, name: str) -> list[str]:
+        try:
+            return self.child(name).names()
+        except StorageError as error:
+            if error.errno not in UNLISTABLE:
+                raise
+            return []
 
     def _is_published(self, name: str) -> bool | StorageError:
         note_progress()

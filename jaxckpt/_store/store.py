@@ -188,7 +188,7 @@ class Store(Protocol):
         ...
 
     def names_below(self, predicate: Callable[[str], bool]) -> Mapping[str, list[str]]:
-        """The names in each folder directly below that `predicate` accepts."""
+        """The names in each folder directly below that `predicate` accepts; none in one that may not be listed."""
         ...
 
     def mark(self, name: str) -> None:

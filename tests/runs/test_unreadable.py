@@ -14,7 +14,7 @@ import pytest
 import servers
 import unreadable
 from command_line import run_json
-from processes import PROGRAMS, RunProcesses
+from processes import PROGRAMS, RunProcesses, run_python
 from servers import Bucket
 
 import jaxckpt
@@ -185,3 +185,32 @@ def test_all_processes_choose_the_same_step(tmp_path: Path, run_processes: RunPr
     for kind, (others, last, values) in outcomes[0].items():
         assert others is True, kind
         assert (last, values) == (20, [20.0]), kind
+
+
+NOBODY = """
+import os, sys
+import jax.numpy as jnp
+import jaxckpt
+
+os.setegid(65534)
+os.seteuid(65534)
+with jaxckpt.Checkpointer(sys.argv[1]) as checkpoints:
+    last, state = checkpoints.restore_or_init(lambda: {"w": jnp.zeros((64, 8))}, on_unreadable="previous")
+    assert (last, float(state["w"][0, 0])) == (20, 20.0)
+    checkpoints.save(40, state)
+print(jaxckpt.open(sys.argv[1] + "@40").step)
+"""
+
+
+@pytest.mark.child
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can run a program as another user")
+@pytest.mark.parametrize("hidden", ["00000030", "00000030/data-*"])
+def test_a_step_in_a_folder_that_may_not_be_listed(hidden: str, tmp_path: Path) -> None:
+    filled(tmp_path / "run")
+    for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
+        folder.chmod(0o755)
+    for path in (tmp_path / "run", *(tmp_path / "run").rglob("*")):
+        os.chown(path, 65534, 65534)
+    (folder,) = (tmp_path / "run").glob(hidden)
+    folder.chmod(0)
+    assert "40" in run_python(NOBODY, args=[str(tmp_path / "run")])
