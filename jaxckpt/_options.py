@@ -167,7 +167,7 @@ class Options:
 def options_or_default(options: Options | None) -> Options:
     """The options of a call: the caller's, or the defaults for None. Raises InputError for anything else."""
     if options is None:
-        return _DEFAULT
+        return DEFAULT_OPTIONS
     if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(
             f"options must be a jaxckpt.Options, such as Options(sync=False), found {type(options)}"
@@ -221,4 +221,4 @@ def retry_seconds(value: object) -> float:
     return 60.0 if value is None else require_seconds(value, "Options.storage['retry_seconds']")
 
 
-_DEFAULT = Options()
+DEFAULT_OPTIONS = Options()

@@ -69,11 +69,11 @@ def flatten(tree: Tree, *, states: bool = False) -> tuple[list[Leaf], Structure]
     Raises TreeError for keys that cannot be stored or that a reader would refuse, and for more than 200 nested
     containers.
     """
-    if hint := hint_for_args(tree):
-        raise TreeError(hint)
     flat = _Flat(states)
     leaves = flat.leaves
     structure = _flatten(tree, "", True, 0, flat)
+    if structure == 0 and (hint := hint_for_args(tree)):  # 0: the tree is a leaf
+        raise TreeError(hint)
     if len({leaf.path for leaf in leaves}) != len(leaves):
         paths = collections.Counter(leaf.path for leaf in leaves)
         twice = [path for path, count in paths.items() if count > 1]
@@ -133,6 +133,7 @@ def _is_variable(kind: type) -> bool:
     return any((base.__module__, base.__name__) == ("flax.nnx.variablelib", "Variable") for base in kind.__mro__)
 
 
+@functools.cache
 def _is_opaque_variable(kind: type) -> bool:
     """Whether this is a Variable of Flax NNX with `hijax=True`, which JAX treats as a leaf."""
     return (kind.__module__, kind.__name__) == ("flax.nnx.variablelib", "HijaxVariable")

@@ -339,5 +339,5 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         planned = None if isinstance(mesh, Mesh) else devices_per_process
         request = RestoreRequest(target, mesh, specs, select, rename, strict, planned, dtype=dtype, tied=tied)
         require_request(request)
-        source = view_through(request.rules, self._source)
+        source = self._source if request.rules is None else view_through(request.rules, self._source)
         return plan_restore(source, resolve(source.manifest, request, options), options)

@@ -20,7 +20,7 @@ import jax
 
 from jaxckpt._job.job import Departures, connected_job
 from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._options import Options, options_or_default
+from jaxckpt._options import DEFAULT_OPTIONS, Options, options_or_default
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.control import Cancellation, Phases
 from jaxckpt._pipeline.threads import Task
@@ -110,7 +110,7 @@ class Call:
                 f"{verb} of {where!r} was called from inside {within.verb} of {within.where!r}, by a signal handler or"
                 " a callback: set a flag there, and make the call after the other has returned"
             )
-        watchdog = Watchdog((options if isinstance(options, Options) else Options()).timeout_seconds)
+        watchdog = Watchdog((options if isinstance(options, Options) else DEFAULT_OPTIONS).timeout_seconds)
         call = cls(verb, where, watchdog, options, only_reads=only_reads)
         if (job := connected_job()) is not None:
             number, call.number = job.count_call((verb, where))
@@ -203,18 +203,14 @@ class Call:
         if self.notified_error is not None:
             self.notified_error = error
 
-    @property
-    def rendezvous_key(self) -> str:
-        """The prefix of the keys of the last rendezvous."""
-        return f"{self.prefix}/{self.n_rendezvous}"
-
     def rendezvous(self, what: str, *, after_caller: bool = False) -> Rendezvous:
         """The next rendezvous, in a lane. `what` names the activity in messages ("saving"). With `after_caller`, the
         processes did a part of the call in the caller's thread before, where they send no heartbeats."""
-        if self.n_rendezvous:
-            self.departures.forget(self.rendezvous_key)  # process 0 deletes it when all have reached the next one
+        if self.count > 1 and self.n_rendezvous:  # process 0 deletes its keys when all have reached the next one
+            self.departures.forget(f"{self.prefix}/{self.n_rendezvous}")
         self.n_rendezvous += 1
-        return Rendezvous(self, what, self.rendezvous_key, is_first=self.n_rendezvous == 1, after_caller=after_caller)
+        key = f"{self.prefix}/{self.n_rendezvous}"
+        return Rendezvous(self, what, key, is_first=self.n_rendezvous == 1, after_caller=after_caller)
 
 
 def run_outside(work: Callable[[], T]) -> T:

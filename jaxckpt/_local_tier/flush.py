@@ -20,7 +20,9 @@ from jaxckpt._model.object_index import problem_of
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
+from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import finish_first, release_caller
+from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._save.running_saves import RunningSave, SaveInfo
 from jaxckpt._save.save import run_and_notify
 from jaxckpt._save.shared_path import SharedPath, require_shared
@@ -76,7 +78,7 @@ class Flush:
         if self.on_done is not None:
             work = functools.partial(run_and_notify, work, self.on_done)
         with self.call:
-            running.begin(self.call, work)
+            self.call.start(functools.partial(running.run, work))
         running.mark_returned(in_background=True)
         self.running = running
         return running
@@ -112,12 +114,13 @@ class Flush:
                 if call.index == 0:
                     with call.watchdog.operation(f"preparing {self.store.url}"):
                         transaction = self.destination.claim(manifest.decoded_stacks, manifest.save_id)
-                        transactions.enter_context(transaction)
+                        transactions.callback(transaction.close)
                 rendezvous.broadcast("")
             with call.rendezvous("flushing a local step") as rendezvous:
-                with rendezvous.joined_by_all():
+                owned_bytes = sum(obj.n_bytes for obj in self.owned)
+                with rendezvous.joined_by_all(), display_progress("save", owned_bytes, None) as report:
                     require_shared(self.store, manifest.data_folder, call.index)
-                    self._copy(manifest, running)
+                    self._copy(manifest, running.rate_limiter, report)
                 with call.cancellation.paused():  # the others may still write
                     rendezvous.gather("")
                 if transaction is None:
@@ -131,7 +134,7 @@ class Flush:
                 self.destination.record_published(manifest.step, manifest.save_id, manifest.created)
         return replace(info, path=self.store.url)
 
-    def _copy(self, manifest: Manifest, running: RunningSave) -> None:
+    def _copy(self, manifest: Manifest, rate_limiter: RateLimiter, report: Report) -> None:
         """Copy the files that this process owns, each checked."""
         created_folders = set[str]()
         indices: dict[int, list[tuple[int, ...]]] = {}
@@ -140,7 +143,7 @@ class Flush:
             self.store.put(key, self._read(key), sync=self.options.sync)
         for obj in self.owned:
             self.call.cancellation.check()
-            running.rate_limiter.wait(obj.n_bytes, self.call.cancellation.check)
+            rate_limiter.wait(obj.n_bytes, self.call.cancellation.check)
             stack = manifest.decoded_stacks[obj.stack]
             key = f"{manifest.data_folder}/{zarr.object_key(stack, obj.index)}"
             content = self._read(key)
@@ -151,7 +154,7 @@ class Flush:
                 below.put(name, content, sync=self.options.sync)
             created_folders.add(folder)
             indices.setdefault(obj.stack, []).append(obj.index)
-            running.add_done_bytes(obj.n_bytes)
+            report(obj.n_bytes)
         if self.options.sync:
             with self.call.watchdog.operation(f"syncing {self.store.url}"):
                 for number, object_indices in indices.items():

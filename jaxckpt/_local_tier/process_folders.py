@@ -83,7 +83,7 @@ class ProcessFolders:
         call, plan = save.call, _plan(save)
         ahead = None if plan.is_collective else share.stage_ahead()
         agreed, transaction = self._begin(save, ahead if share.in_background else None)
-        with transaction:
+        with contextlib.closing(transaction):
             with call.rendezvous("saving") as rendezvous:
                 rounds = round_calls(plan.channels, agreed.rounds, call.index) if plan.is_collective else None
                 with rendezvous.joined_by_all(), rounds or contextlib.nullcontext():

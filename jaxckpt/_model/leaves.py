@@ -41,7 +41,8 @@ class SavedLeaf:
     @property
     def stack(self) -> Stack:
         """The stack of its row."""
-        return self.manifest.decoded_stacks[self.manifest.stack_and_row(self.record)[0]]
+        assert self.record.stack is not None, self.record
+        return self.manifest.decoded_stacks[self.record.stack]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._model import typed_json
-from jaxckpt._model.checks import MAX_OBJECT_INDEX_BYTES, MAX_PROBLEM_CHARACTERS, VERSION, problems
+from jaxckpt._model.checks import MAX_PROBLEM_CHARACTERS, VERSION, problems
 from jaxckpt._model.file_names import MANIFEST, SEAL, is_sealed
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._model.select import parse_select
@@ -45,12 +45,6 @@ def encode(manifest: Manifest) -> bytes:
         raise InputError(
             f"the checkpoint cannot be described as JSON: {str(error)[:MAX_PROBLEM_CHARACTERS]}"
         ) from error
-    for stack in manifest.decoded_stacks:
-        if stack.index_bytes > MAX_OBJECT_INDEX_BYTES:
-            raise InputError(
-                f"an object of stack {stack.name} would have {stack.chunks_per_object} chunks: give larger"
-                " Options.chunk_bytes or smaller object_bytes"
-            )
     problem = _length_problem(body)
     if problem:
         raise InputError(f"the manifest {problem}: give larger Options.object_bytes, or less metadata")

@@ -19,7 +19,10 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex12
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Uninitialized memory with 64-byte alignment, which JAX on CPU uses without a copy."""
+    """Uninitialized memory with 64-byte alignment, which JAX on CPU uses without a copy. Arrays of Python objects are
+    NumPy's own."""
+    if dtype.hasobject:
+        return np.empty(shape, dtype)
     n_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(n_bytes + 64, np.uint8)
     offset = -raw.ctypes.data % 64

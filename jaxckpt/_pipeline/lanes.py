@@ -46,15 +46,19 @@ class _LaneTask(Task[T]):
     def __init__(
         self, work: Callable[[], T], watchdog: Watchdog | None, requests: SimpleQueue[Request | None] | None = None
     ) -> None:
-        context = contextvars.copy_context()
-        super().__init__(lambda: context.run(_carry_out, work, watchdog, requests))
+        super().__init__(functools.partial(contextvars.copy_context().run, work))
         self.watchdog = watchdog
         self._requests = requests
 
     def run(self) -> None:
-        super().run()
-        if self._requests is not None:
-            self._requests.put(None)  # the end: the caller does not wait any more
+        _current.requests = self._requests
+        try:
+            with under(self.watchdog):
+                super().run()
+        finally:
+            _current.requests = None
+            if self._requests is not None:
+                self._requests.put(None)  # the end: the caller does not wait any more
 
 
 _Inbox = SimpleQueue[_LaneTask[Any]]
@@ -125,7 +129,7 @@ def run_watched(what: str, seconds: float, work: Callable[[], T], folder: str = 
     watchdog = current_watchdog()
     if watchdog is None:
         watchdog = Watchdog(seconds, folder)
-        return run(functools.partial(_operate, watchdog, what, work), watchdog).result()
+        return run(functools.partial(operate, what, work), watchdog).result()
     return operate(what, work)
 
 
@@ -134,16 +138,12 @@ def operate(what: str, work: Callable[[], T]) -> T:
     watchdog = current_watchdog()
     assert watchdog is not None, f"{what}: not in a lane"
     if not (watchdog.is_operating or is_in_worker()):
-        return _operate(watchdog, what, work)
+        with watchdog.operation(what):
+            return work()
     watchdog.require_not_stalled()
     result = work()
     watchdog.note_progress()
     return result
-
-
-def _operate(watchdog: Watchdog, what: str, work: Callable[[], T]) -> T:
-    with watchdog.operation(what):
-        return work()
 
 
 def run_alone(work: Callable[[], T], seconds: float) -> T:
@@ -234,15 +234,6 @@ def _run_lane(inbox: _Inbox) -> None:
         if len(_idle) >= MAX_IDLE:
             break
         _idle.append(inbox)
-
-
-def _carry_out(work: Callable[[], T], watchdog: Watchdog | None, requests: SimpleQueue[Request | None] | None) -> T:
-    _current.requests = requests
-    try:
-        with under(watchdog):
-            return work()
-    finally:
-        _current.requests = None
 
 
 def release_caller() -> None:

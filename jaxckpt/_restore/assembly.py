@@ -143,9 +143,9 @@ class Assembly:
         """Objects of the target that receive their state after everything has been read."""
         return [origin for origin in self.origins if isinstance(origin, TargetObject)]
 
-    def assemble(self, values: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
-        """The tree, from saved leaves by their number in the checkpoint, and from the leaves of `to_initialize`."""
-        initialized = dict(zip(self.to_initialize, initial, strict=True))
+    def assemble(self, values: Mapping[int, Any], initialized: Mapping[int, Any] = {}) -> Tree:
+        """The tree, from saved leaves by their number in the checkpoint, and from the leaves of `to_initialize` by
+        theirs in the target."""
         leaves = [
             values[origin] if type(origin) is int else self._leaf(origin, values, initialized)
             for origin in self.origins

@@ -57,8 +57,8 @@ from jaxckpt._restore.assembly import (
     shardings_below,
 )
 from jaxckpt._restore.moved_leaves import moved_remedy
-from jaxckpt._restore.strictness import NONE_ACCEPTED, AcceptedDifferences, Strict, Strictness, accepting
-from jaxckpt._rules.rename import Renaming, renamed_tree, require_single_root, selected_from, split_rename
+from jaxckpt._restore.strictness import AcceptedDifferences, Strict, Strictness, accepting
+from jaxckpt._rules.rename import Renaming, renamed_tree, require_single_root, selected_from
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt.errors import InputError, Problem, show_path
 
@@ -94,12 +94,12 @@ class RestoreRequest:
     @property
     def new_names(self) -> Rename | None:
         """`rename`, unless it is rules."""
-        return split_rename(self.rename)[0]
+        return None if isinstance(self.rename, Rules) else self.rename
 
     @property
     def rules(self) -> Rules | None:
         """Rules through which the checkpoint is read, if `rename` is rules."""
-        return split_rename(self.rename)[1]
+        return self.rename if isinstance(self.rename, Rules) else None
 
 
 class Uncommitted(jax.ShapeDtypeStruct):
@@ -142,8 +142,8 @@ class Match:
     remedies: Sequence[str] = ()
     """Remedies for the problems as a whole."""
 
-    accepted: AcceptedDifferences = NONE_ACCEPTED
-    """The differences that `strict` accepts."""
+    accepted: AcceptedDifferences | None = None
+    """The differences that `strict` accepts, if any."""
 
     has_any_match: bool = True
     """False if the target has leaves that a checkpoint can contain, and none of them is in this one."""
@@ -153,8 +153,6 @@ def requested_casts(
     manifest: Manifest, match: Match, request: RestoreRequest, policies: Mapping[str, str]
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The dtype of each requested path that has one in `dtype=`, and the problems."""
-    if request.dtype is None:
-        return {}, []
     states = [node for _, node in user_objects_of(manifest.tree)]
     states += [target_object.structure for target_object in match.assembly.objects]
     in_states = {number for state in states for number in numbers_of(state)}
@@ -175,7 +173,10 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
     The problems are missing and extra leaves. Raises TreeError if an entry of select= or rename= matches nothing.
     """
     select = None if request.select is None else parse_select(request.select)
-    structure, numbers, chosen = renamed_tree(manifest, request.new_names, select, selected_from(request.rules))
+    structure, numbers = manifest.tree, manifest.numbers
+    chosen: Sequence[int] = range(len(numbers))
+    if request.new_names is not None or select is not None:
+        structure, numbers, chosen = renamed_tree(manifest, request.new_names, select, selected_from(request.rules))
     selected = numbers
     if len(chosen) < len(numbers):
         chosen_numbers = set(chosen)
@@ -264,11 +265,13 @@ class _Comparison:
         requests = self._requests(leaves, origins)
         unrequested = self._unrequested_paths(requests, refused)
         extra = list(filter(self.strict, unrequested))
-        problems = [
-            *self._missing_problems(missing),
-            *self._extra_problems(extra, target_structure),
-            *(outcome.problem for outcome in refused),
-        ]
+        problems: list[Problem] = []
+        if missing or extra or refused:
+            problems = [
+                *self._missing_problems(missing),
+                *self._extra_problems(extra, target_structure),
+                *(outcome.problem for outcome in refused),
+            ]
         has_any_match = any(isinstance(origin, (int, SavedSubtree, TargetObject)) for origin in origins)
         if not has_any_match and (displaced := self._displaced_problems(leaves)):
             return Match(requests, assembly, has_any_match=False), displaced
@@ -278,8 +281,9 @@ class _Comparison:
                 requests, assembly, [self._moved_remedy(leaves) or _RENAME] if self.numbers else [], has_any_match=False
             ), problems
         is_accepting = self.strict.is_loose or (self.request.initial is not None and self.select is not None)
-        accepted = self._accepted(leaves, origins, requests, unrequested) if is_accepting else NONE_ACCEPTED
-        return Match(requests, assembly, [*self._remedies(leaves, missing, extra, requests)], accepted), problems
+        accepted = self._accepted(leaves, origins, requests, unrequested) if is_accepting else None
+        remedies = [*self._remedies(leaves, missing, extra, requests)] if problems else []
+        return Match(requests, assembly, remedies, accepted), problems
 
     def _match_leaf(self, number: int, leaf: Leaf) -> LeafOrigin | _Missing | _Refused:
         """Where a leaf comes from. `number` is its number in the target."""
@@ -346,8 +350,8 @@ class _Comparison:
 
     def _accepted(
         self, leaves: Sequence[Leaf], origins: Sequence[LeafOrigin], requests: LeafRequests, unrequested: Sequence[str]
-    ) -> AcceptedDifferences:
-        """The differences that are no errors."""
+    ) -> AcceptedDifferences | None:
+        """The differences that are no errors, if any."""
         missing: list[str] = []
         unselected: list[str] = []
         for leaf, origin in zip(leaves, origins, strict=True):
@@ -357,6 +361,8 @@ class _Comparison:
             elif is_initialized or (isinstance(origin, Kept) and self._is_absent(leaf) and not self.strict(leaf.path)):
                 missing.append(leaf.path)
         extra = [path for path in unrequested if not self.strict(path)]
+        if not (missing or extra or unselected):
+            return None
         return AcceptedDifferences(requests.paths, missing, extra, unselected, self._owner)
 
     def _numbers_below(self, path: str) -> list[int]:

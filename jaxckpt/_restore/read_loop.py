@@ -271,7 +271,7 @@ class StepBuffers:
         self._buffers: Buffers = [
             []
             if run.streamed
-            else [next(transient) if run.is_transient else _allocate_array(*form) for form in self._forms(run)]
+            else [next(transient) if run.is_transient else aligned_empty(*form) for form in self._forms(run)]
             for run in step.runs
         ]
 
@@ -343,11 +343,6 @@ class _ArrivingRead:
         arrays = [array for device_arrays in sent.values() for array in device_arrays]
         self.filling.memory.take_back_from(arrays, self.block)
         self.filling.finish_read()
-
-
-def _allocate_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Memory that is handed to the caller. Object arrays use memory that NumPy allocates."""
-    return np.empty(shape, dtype) if dtype.hasobject else aligned_empty(shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ from jaxckpt._restore.match import (
     requested_casts,
     unrestorable_reason,
 )
-from jaxckpt._restore.strictness import NONE_ACCEPTED, AcceptedDifferences
+from jaxckpt._restore.strictness import AcceptedDifferences
 from jaxckpt.errors import LayoutError, MismatchError, Problem, SpecError, show_count, show_path
 
 _Dtype = np.dtype[Any]
@@ -93,7 +93,7 @@ class Resolved:
     paths: Mapping[int, str]
     """The path of each of these leaves in the restored tree, by number."""
 
-    accepted: AcceptedDifferences = NONE_ACCEPTED
+    accepted: AcceptedDifferences | None = None
     """The differences between target and checkpoint that `strict` accepts."""
 
     unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
@@ -124,7 +124,8 @@ def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved
     policies = resolve_policies(options.cast, paths, (TypedLeaf(manifest, manifest.leaves[n]) for n in numbers))
     request = RestoreRequest(dtype=dtype)
     casts, losses = requested_casts(manifest, match, request, policies)
-    _raise_problems(manifest, request, match, losses, [], [])
+    if losses:
+        _raise_problems(manifest, request, match, losses, [], [])
     groups = _group(manifest, match.requests, {}, casts, policies)
     return _resolved(groups, [_host_leaf(group.leaf, group.dtype) for group in groups], match)
 
@@ -142,10 +143,10 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     laid out, because its shape differs from the requested shape.
     """
     match, differences = match_paths(manifest, request)
-    specs = _requested_specs(manifest, match.requests, request)
+    specs = {} if request.specs is None else _requested_specs(manifest, match.requests, request)
     leaves = (TypedLeaf(manifest, manifest.leaves[number]) for number in match.requests.numbers)
     policies = resolve_policies(options.cast, match.requests.paths, leaves)
-    casts, losses = requested_casts(manifest, match, request, policies)
+    casts, losses = ({}, []) if request.dtype is None else requested_casts(manifest, match, request, policies)
     warn_of_orders(
         zip(match.requests.paths, match.requests.values, strict=True),
         "restores make the default one, and jax.device_put with the target's format changes it",
@@ -153,8 +154,11 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     groups = _group(manifest, match.requests, specs, casts, policies)
     checked, mismatches = _check(groups)
     laid_out, misfits, unavailable = _assign_shardings(request, groups, checked, options)
-    _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
-    return replace(_resolved(groups, laid_out, match), unsplit=_unsplit(request, groups, laid_out))
+    mismatches = [*differences, *losses, *mismatches]
+    if mismatches or misfits or unavailable:
+        _raise_problems(manifest, request, match, mismatches, misfits, unavailable)
+    resolved = _resolved(groups, laid_out, match)
+    return resolved if request.mesh is None else replace(resolved, unsplit=_unsplit(request.mesh, groups, laid_out))
 
 
 def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf | None], match: Match) -> Resolved:
@@ -184,7 +188,7 @@ def _raise_problems(
     misfits: Sequence[Problem],
     unavailable: Sequence[Problem],
 ) -> None:
-    """Raise one error if there are problems. Mismatches come before layout problems."""
+    """Raise one error: for problems of layouts if there are any, otherwise for the mismatches."""
     if unavailable:
         raise LayoutError.of(
             f"cannot restore {show_count(len(unavailable), 'leaf')} in the saved layout",
@@ -193,8 +197,6 @@ def _raise_problems(
             " or use jaxckpt.load_numpy for host arrays",
         )
     require_fit(misfits)
-    if not mismatches:
-        return
     n_leaves, n_saved = show_count(len(mismatches), "leaf"), f"{len(manifest.leaves):,}"
     if not match.has_any_match:
         head = f"none of the target's {n_leaves} would come from the checkpoint, which has {n_saved}"
@@ -273,8 +275,6 @@ class _Group:
 
 def _requested_specs(manifest: Manifest, requests: LeafRequests, request: RestoreRequest) -> dict[str, Spec]:
     """The spec of each requested path for which `specs=` has one. Raises SpecError."""
-    if request.specs is None:
-        return {}
     asked = zip(requests.paths, requests.numbers, requests.values, strict=True)
     leaves = [(path, TypedLeaf(manifest, manifest.leaves[number]), value) for path, number, value in asked]
     states = {number for _, node in user_objects_of(manifest.tree) for number in numbers_of(node)}
@@ -383,11 +383,11 @@ def _abstract_leaf(
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
         if is_value or (requested is None and not leaf.on_devices and not has_spec):
             return host_leaf(leaf.kind) if dtype is None else AbstractLeaf(leaf.kind, dtype)
-        abstract = _device_leaf(leaf, dtype, leaf.record.weak and dtype is None, policy)
+        abstract = _device_leaf(leaf, requested, dtype, leaf.record.weak and dtype is None, policy)
         if isinstance(abstract, _Reason) and requested is None and not leaf.on_devices:
             keep = "without a spec (None from a function), it comes back as a NumPy array"
             return abstract._replace(remedy=f"{abstract.remedy}; {keep}")
-        return _ordered(leaf, requested, abstract)
+        return abstract
     is_ref = requested.is_ref if isinstance(requested, jax.ShapeDtypeStruct) else is_reference(type(requested))
     if is_ref or isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         if axes := _manual_axes(requested):
@@ -403,7 +403,7 @@ def _abstract_leaf(
         # PRNG keys have no weak type, and a jax.Ref has that of its array.
         typed = getattr(getattr(requested, "aval", None), "inner_aval", requested)
         weak = dtype is None and getattr(typed, "weak_type", False)
-        abstract = _ordered(leaf, requested, _device_leaf(leaf, cast, weak, policy))
+        abstract = _device_leaf(leaf, requested, cast, weak, policy)
         return replace(abstract, is_reference=True) if is_ref and isinstance(abstract, AbstractLeaf) else abstract
     if type(requested) in PYTHON_KINDS:
         return _python_leaf(leaf, PYTHON_KINDS[type(requested)])
@@ -424,21 +424,25 @@ def _is_key_impl(impl: str) -> bool:
         return False
 
 
-def _device_leaf(leaf: TypedLeaf, cast: _Dtype | None, weak: bool, policy: str) -> AbstractLeaf | _Reason:
-    """An array on devices, with a dtype that JAX supports in its current configuration."""
+def _device_leaf(
+    leaf: TypedLeaf, requested: Any, cast: _Dtype | None, weak: bool, policy: str
+) -> AbstractLeaf | _Reason:
+    """An array on devices, with a dtype that JAX supports in its current configuration, and in the default order in
+    device memory, because restore makes no other."""
     if leaf.kind == "key":
-        return AbstractLeaf("key")
-    dtype = leaf.dtype if cast is None else cast
-    supported = np.dtype(jax.dtypes.canonicalize_dtype(dtype))  # pyright: ignore[reportUnknownMemberType]
-    if supported == dtype:
-        return AbstractLeaf("jax", cast, weak=weak)
-    if policy == "safe":
-        return _Reason(
-            f"would be {dtype}, which JAX converts to {supported} while jax_enable_x64 is off: a lossy cast",
-            'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and load_numpy;'
-            ' Options(cast="unsafe") restores 32 bits',
-        )
-    return AbstractLeaf("jax", supported, weak=weak)
+        abstract = AbstractLeaf("key")
+    else:
+        dtype = leaf.dtype if cast is None else cast
+        supported = np.dtype(jax.dtypes.canonicalize_dtype(dtype))  # pyright: ignore[reportUnknownMemberType]
+        if supported != dtype and policy == "safe":
+            return _Reason(
+                f"would be {dtype}, which JAX converts to {supported} while jax_enable_x64 is off: a lossy cast",
+                'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and'
+                ' load_numpy; Options(cast="unsafe") restores 32 bits',
+            )
+        abstract = AbstractLeaf("jax", cast if supported == dtype else supported, weak=weak)
+    problem = order_problem(requested, abstract.cast or leaf.dtype, leaf.shape)
+    return _Reason(problem) if problem else abstract
 
 
 _OTHER_SHAPE = "leave leaves of another shape out with select=, or change their shape by Rules in rename="
@@ -525,14 +529,6 @@ def _python_leaf(leaf: TypedLeaf, kind: str) -> AbstractLeaf | _Reason:
     return _Reason(f"is {saved_as} in the checkpoint, {kind} in the target")
 
 
-def _ordered(leaf: TypedLeaf, requested: Any, abstract: AbstractLeaf | _Reason) -> AbstractLeaf | _Reason:
-    """The leaf, unless the target requests a non-default order in device memory, which restore does not support."""
-    if isinstance(abstract, _Reason):
-        return abstract
-    problem = order_problem(requested, abstract.cast or leaf.dtype, leaf.shape)
-    return _Reason(problem) if problem else abstract
-
-
 # Laying out -----------------------------------------------------------------------------------------------
 
 
@@ -586,11 +582,9 @@ def _assign_shardings(
     return laid_out, misfits, unavailable
 
 
-def _unsplit(
-    request: RestoreRequest, groups: Sequence[_Group], abstract_leaves: Sequence[AbstractLeaf | None]
-) -> list[int]:
+def _unsplit(mesh: Any, groups: Sequence[_Group], abstract_leaves: Sequence[AbstractLeaf | None]) -> list[int]:
     """Numbers of the arrays that `mesh=` replicates on several devices without being asked to."""
-    if request.mesh is None or math.prod(mesh_axes(request.mesh).values()) == 1:
+    if math.prod(mesh_axes(mesh).values()) == 1:
         return []
     return [
         group.requests.numbers[index]

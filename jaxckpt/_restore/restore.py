@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
@@ -185,7 +185,8 @@ def run_restore(
     start_time = time.perf_counter()
     with Call.of("restore", path, options, only_reads=True) as call:
         options = call.options
-        call.here(functools.partial(_require_arguments, request))
+        require_mesh(request.mesh)
+        call.here(functools.partial(require_request, request))
         source = call.run(functools.partial(_open, call, path, request, options, source))
         resolved, initial = call.here(functools.partial(_match, source, request, options))
         values = call.run(functools.partial(_read, call, source, resolved, request))
@@ -203,14 +204,9 @@ def run_restore(
         log=call.index == 0,
         leaves=len(resolved.leaves),
     )
-    if resolved.accepted and call.index == 0:
+    if resolved.accepted is not None and call.index == 0:
         _log.warning("%s: %s", source.url, resolved.accepted)
     return result
-
-
-def _require_arguments(request: RestoreRequest) -> None:
-    require_mesh(request.mesh)
-    require_request(request)
 
 
 def _open(call: Call, path: Location, request: RestoreRequest, options: Options, source: Source | None) -> Source:
@@ -224,9 +220,10 @@ def _open(call: Call, path: Location, request: RestoreRequest, options: Options,
             raise
         own = f"{source.digest} {source.url}"
         checkpoints = rendezvous.gather(own)
-        _require_seen_by_all_or_none(checkpoints, source.url)
-        _require_same_checkpoint(checkpoints, source.url)
-        _require_newest(checkpoints, source.url, options)
+        if len(checkpoints) > 1:  # process 0 of a job
+            _require_seen_by_all_or_none(checkpoints, source.url)
+            _require_same_checkpoint(checkpoints, source.url)
+            _require_newest(checkpoints, source.url, options)
         chosen = rendezvous.broadcast(own)
     digest, _, url = chosen.partition(" ")
     if source.digest != digest:  # process 0 found a different newest step
@@ -238,15 +235,18 @@ def _open(call: Call, path: Location, request: RestoreRequest, options: Options,
                 " processes must use one shared folder or object store"
             ) from error
         _require_same_checkpoint([chosen, f"{source.digest} {url}"], url)
-    return view_through(request.rules, source)
+    return source if request.rules is None else view_through(request.rules, source)
 
 
-def _match(source: Source, request: RestoreRequest, options: Options) -> tuple[Resolved, Sequence[Any]]:
-    """How each leaf is restored, and the leaves that `RestoreRequest.initial` creates. In the caller's thread, because
-    it calls the caller's functions."""
+def _match(source: Source, request: RestoreRequest, options: Options) -> tuple[Resolved, Mapping[int, Any]]:
+    """How each leaf is restored, and the leaves that `RestoreRequest.initial` creates, by their number in the target.
+    In the caller's thread, because it calls the caller's functions."""
     resolved = resolve(source.manifest, request, options)
     _require_no_trace(resolved.leaves.values())
-    return resolved, request.initial(resolved.assembly.to_initialize) if request.initial else []
+    if request.initial is None:
+        return resolved, {}
+    numbers = resolved.assembly.to_initialize
+    return resolved, dict(zip(numbers, request.initial(numbers), strict=True))
 
 
 def _read(call: Call, source: Source, resolved: Resolved, request: RestoreRequest) -> dict[int, Any]:
@@ -265,14 +265,16 @@ def _read(call: Call, source: Source, resolved: Resolved, request: RestoreReques
         call.rendezvous("restoring", after_caller=True) as rendezvous,
         contextlib.ExitStack() as shown,  # until all processes have read
     ):
-        _require_lossless(source, resolved, call.options, rendezvous)
+        if resolved.unproven:
+            _require_lossless(source, resolved, call.options, rendezvous)
         values = fetch(source, resolved.leaves, call.options, rendezvous, tied=request.tied, shown=shown)
-        require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules) if call.count > 1 else "")
+        if call.count > 1:
+            require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules))
     return values
 
 
 def _assemble(
-    resolved: Resolved, values: dict[int, Any], initial: Sequence[Any]
+    resolved: Resolved, values: dict[int, Any], initial: Mapping[int, Any]
 ) -> tuple[Tree, list[tuple[TargetObject, Any]]]:
     """The restored tree, and the states of the objects of the target. In the caller's thread."""
     result = resolved.assembly.assemble(values, initial)
@@ -412,7 +414,8 @@ def load_numpy(
         source = renamed_source(source_at(path, options, manifest_sha256), rename, select)
         resolved = host_leaves(source.manifest, dtype, options)
         rendezvous = Call.alone("load_numpy", source.url, options).rendezvous("reading")
-        _require_lossless(source, resolved, options, rendezvous)
-        return resolved.assembly.assemble(fetch(source, resolved.leaves, options, rendezvous), [])
+        if resolved.unproven:
+            _require_lossless(source, resolved, options, rendezvous)
+        return resolved.assembly.assemble(fetch(source, resolved.leaves, options, rendezvous))
 
     return run_alone(load, options.timeout_seconds)

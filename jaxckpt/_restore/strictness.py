@@ -30,6 +30,8 @@ class Strictness:
     @classmethod
     def of(cls, strict: Strict) -> Strictness:
         """Raises InputError unless every entry is a bool."""
+        if isinstance(strict, bool):
+            return cls({"": strict})
         entries = [("", None)] if strict is None else [(entry.path, entry.value) for entry in flatten(strict)[0]]
         return cls(
             {path: require_bool(value, "strict", f" at {show_path(path)}" if path else "") for path, value in entries}
@@ -60,23 +62,20 @@ class Strictness:
 class AcceptedDifferences:
     """What a restore left out without an error."""
 
-    restored: Sequence[str] = ()
-    """Paths of the leaves that come from the checkpoint, if it left anything out."""
+    restored: Sequence[str]
+    """Paths of the leaves that come from the checkpoint."""
 
-    missing: Sequence[str] = ()
+    missing: Sequence[str]
     """Paths of the target's leaves that the checkpoint lacks."""
 
-    extra: Sequence[str] = ()
+    extra: Sequence[str]
     """Paths of the checkpoint's leaves that the target lacks."""
 
-    unselected: Sequence[str] = ()
+    unselected: Sequence[str]
     """Paths of leaves that the checkpoint has, but that `init` creates, because `select` leaves them out."""
 
-    owner: str = "target"
+    owner: str
     """What has the values of missing leaves: "target" or "init"."""
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.unselected)
 
     def __str__(self) -> str:
         """A phrase that counts what was restored and what was not, by subtree."""
@@ -121,6 +120,3 @@ def _outermost_without(paths: Iterable[str], restored: Iterable[str]) -> list[st
 def _listed(texts: Sequence[str]) -> str:
     more = len(texts) - _LISTED
     return ", ".join([*texts[:_LISTED], *([f"and {more:,} more"] if more > 0 else [])])
-
-
-NONE_ACCEPTED = AcceptedDifferences()

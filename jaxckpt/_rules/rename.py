@@ -40,11 +40,6 @@ Renaming = Rename | Rules
 """The argument rename=: new names, or rules."""
 
 
-def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
-    """(new names, rules) of the argument `rename=`; at most one of the two is set."""
-    return (None, rename) if isinstance(rename, Rules) else (rename, None)
-
-
 _Opened = TypeVar("_Opened", bound=NativeCheckpoint | ForeignCheckpoint)
 
 
@@ -55,11 +50,11 @@ def renamed_source(
 
     Raises MismatchError, TreeError.
     """
-    rename, rules = split_rename(rename)
-    view = view_through(rules, source)
-    if rename is None and select is None:
+    new_names, rules = (None, rename) if isinstance(rename, Rules) else (rename, None)
+    view = source if rules is None else view_through(rules, source)
+    if new_names is None and select is None:
         return view
-    return replace(view, manifest=_renamed_manifest(view.manifest, rename, select, selected_from(rules)))
+    return replace(view, manifest=_renamed_manifest(view.manifest, new_names, select, selected_from(rules)))
 
 
 def selected_from(rules: Rules | None) -> str:

@@ -11,7 +11,7 @@ import re
 import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.paths import closest_hint, join_paths
@@ -25,8 +25,6 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import InputError, MismatchError, Problem, show_count
-
-_Opened = TypeVar("_Opened", bound=Source)
 
 
 @explain_names
@@ -144,10 +142,8 @@ def _stacked(layer: object, axis: int) -> Rule:
     return Rule(source=f"{layer}/**", target=join_paths(whole, "**"), axis=axis)
 
 
-def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheckpoint:
-    """The view of a checkpoint through rules, if there are any. Raises a MismatchError that lists all problems."""
-    if rules is None:
-        return source
+def view_through(rules: Rules, source: Source) -> ForeignCheckpoint:
+    """The view of a checkpoint through rules. Raises a MismatchError that lists all problems."""
     leaves = SourceLeaves(source, rules.within)
     targets: dict[str, ForeignArray] = {}
     claimed: dict[str, Rule] = {}

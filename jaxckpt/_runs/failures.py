@@ -250,7 +250,6 @@ class Attempts:
                 raise failure
             repeated = call
             first.cancellation.restart()
-            running.restart()
             self._destination.overwrite = True  # an attempt may have published the step before it failed
         raise AssertionError("the last attempt is not repeated")
 

@@ -106,7 +106,7 @@ class _Yielded:
     def is_unchanged(self, run: Store) -> bool:
         """Whether the step was neither deleted nor saved again since. Raises StorageError."""
         store = run.child(step_name(self.number))
-        if store.read_head(MANIFEST, len(self.head)) == self.head:
+        if store.read(MANIFEST, len(self.head)) == self.head:
             return True
         try:
             _, content = load_manifest(store)

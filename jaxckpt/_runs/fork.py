@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import NoReturn
 
@@ -59,7 +60,7 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
     """Link the objects of a checkpoint, write its small files again, and publish it."""
     manifest, content = load_manifest(source.store)
     data = manifest.data_folder
-    with begin(target, manifest.save_id, None, manifest.decoded_stacks) as transaction:
+    with contextlib.closing(begin(target, manifest.save_id, None, manifest.decoded_stacks)) as transaction:
         for record, stack in zip(manifest.stacks, manifest.decoded_stacks, strict=True):
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"

@@ -27,8 +27,7 @@ from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.describe import missing_subtrees
-from jaxckpt._save.prepare import require_on_done
-from jaxckpt._save.request import PlanCache, PreparedSave, SaveRequest
+from jaxckpt._save.request import PlanCache, PreparedSave, SaveRequest, require_on_done
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start

@@ -287,8 +287,11 @@ def _set_layouts(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs:
             own = value is leaf or leaf.sharding
             form = value.sharding, value.shape, value.committed, own, requested_specs.get(record.path)
             groups.setdefault(form, []).append(number)
-    shardings, problems = _shardings(leaves, groups.values(), mesh, requested_specs, options)
-    require_fit(problems)
+    shardings: Sequence[NamedSharding | None] = [None] * len(groups)
+    problems: list[Problem] = []
+    if mesh is not None:
+        shardings, problems = _shardings(leaves, groups.values(), mesh, requested_specs, options)
+        require_fit(problems)
     layouts: dict[int, tuple[Layout, bool, int]] = {}
     for group, sharding in zip(groups.values(), shardings, strict=True):
         try:
@@ -312,13 +315,11 @@ def _set_layouts(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs:
 def _shardings(
     leaves: Sequence[Leaf],
     groups: Collection[Sequence[int]],
-    mesh: Mesh | None,
+    mesh: Mesh,
     requested_specs: Mapping[str, Spec],
     options: Options,
 ) -> tuple[list[NamedSharding | None], list[Problem]]:
-    """The sharding of each group of leaves on the storage mesh, if any, and the problems."""
-    if mesh is None:
-        return [None] * len(groups), []
+    """The sharding of each group of leaves on the storage mesh, and the problems."""
     leaf_groups: list[LeafGroup] = []
     for group in groups:
         first, paths = leaves[group[0]], [leaves[number].path for number in group]

@@ -23,8 +23,6 @@ _BLOCK = 1 << 20
 
 def checked(save: PreparedSave, staged: Generator[StagedObject]) -> Generator[StagedObject]:
     """The objects, each of which is checked when its data is in host memory, as `Options.non_finite` says."""
-    if save.options.non_finite == "ignore":
-        return staged
     warned = set[int]()  # the leaves that were named before
     return (replace(one, check=functools.partial(_check, save, one.obj.stack, warned)) for one in staged)
 

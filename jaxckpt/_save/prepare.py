@@ -18,12 +18,6 @@ from jaxckpt._store.store import MAX_FILE_BYTES
 from jaxckpt.errors import InputError
 
 
-def require_on_done(on_done: object) -> None:
-    """Raise InputError unless a save can call this once it is done, or calls nothing."""
-    if on_done is not None and not callable(on_done):
-        raise InputError(f"on_done must be a function that takes a SaveInfo, found {on_done!r}")
-
-
 def prepare(request: SaveRequest, call: Call) -> PreparedSave:
     """Check everything that can be checked without the other processes, and plan."""
     described = call.here(functools.partial(_describe, request, call))
@@ -49,7 +43,6 @@ class _Described:
 
 
 def _describe(request: SaveRequest, call: Call) -> _Described:
-    require_on_done(request.on_done)
     if request.deadline is not None:
         running_saves.hurry_saves(request.deadline)
     else:
@@ -59,7 +52,7 @@ def _describe(request: SaveRequest, call: Call) -> _Described:
             call.repeats_earlier = True
             raise
     with call.phases.timed("plan"):
-        metadata = manifests.require_json(request.metadata, "metadata")
+        metadata = None if request.metadata is None else manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
         if state is not None and len(state) > MAX_FILE_BYTES:
             raise InputError(

@@ -25,6 +25,7 @@ from jaxckpt._save.running_saves import RunningSave, SaveInfo
 from jaxckpt._save.staging import HeldObjects
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._store.store import Store
+from jaxckpt.errors import InputError
 
 if TYPE_CHECKING:
     from jaxckpt._save.write import OwnShare
@@ -164,6 +165,12 @@ class SaveRequest:
         return self.deadline is not None
 
 
+def require_on_done(on_done: object) -> None:
+    """Raise InputError unless a save can call this once it is done, or calls nothing."""
+    if on_done is not None and not callable(on_done):
+        raise InputError(f"on_done must be a function that takes a SaveInfo, found {on_done!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
     """A planned save: everything that is needed to run it, except the data."""
@@ -180,10 +187,6 @@ class PreparedSave:
 
     state: bytes | None
     """The content of the file for this process's state."""
-
-    @property
-    def destination(self) -> Destination:
-        return self.request.destination
 
     @property
     def options(self) -> Options:

@@ -154,9 +154,7 @@ class Reuse:
     # While the data is written ----------------------------------------------------------------------------
 
     def with_stored_base(self) -> Reuse:
-        """In the first save, compares with the checkpoint that is overwritten, or with the newest step."""
-        if not self.compares or self.base is not None:
-            return self
+        """For the first save: compares with the checkpoint that is overwritten, or with the newest step."""
         try:
             base = _load_base(self.store) or (_load_base(self.cache.newest()) if self.cache else None)
         except JaxckptError:  # the directory cannot be read
@@ -223,10 +221,9 @@ class Reuse:
         return _await_write(record, writer.write(index, source, bool(record.content)))
 
     def keep(self, data: str, stacks: Sequence[Stack], written: Iterable[tuple[Object, WrittenObject]]) -> None:
-        """After publication, keep what this process wrote for the next save."""
+        """After publication, keep what this process wrote in the cache, for the next save."""
         last = self.cache
-        if last is None:
-            return
+        assert last is not None, "nothing is kept"
         by_arrays, by_content = dict[_ContentKey, tuple[Original, _Arrays]](), dict[_ContentKey, Original]()
         by_index_key = dict[tuple[int, str], Original]()
         linked = refused = False

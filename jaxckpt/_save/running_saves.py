@@ -7,7 +7,6 @@ therefore not leave the save half done.
 from __future__ import annotations
 
 import contextlib
-import functools
 import numbers
 import os
 import reprlib
@@ -146,7 +145,6 @@ class RunningSave:
 
         self._start_time = start_time
         self._total_bytes = total_bytes
-        self._done_bytes = 0
         self._hurries = False
         self._seconds: float | None = None
         self._ended = Latch()
@@ -158,11 +156,8 @@ class RunningSave:
         self._has_waiter = False
         self._thread: int | None = None  # the lane that runs it
 
-    def begin(self, call: Call, work: Callable[[RunningSave], SaveInfo], *, until: float | None = None) -> None:
-        """Run it in a lane, and wait until it ends, releases the caller, or the time `until` has come."""
-        call.start(functools.partial(self._run, work), until=until)
-
-    def _run(self, work: Callable[[RunningSave], SaveInfo]) -> None:
+    def run(self, work: Callable[[RunningSave], SaveInfo]) -> None:
+        """Do its work, and note the outcome. In a lane."""
         self._thread = threading.get_ident()
         _saves.append(self)  # here, because an interrupt could end the caller in between
         if self.is_reported:  # its caller had no time to wait until now
@@ -203,7 +198,9 @@ class RunningSave:
     @property
     def progress(self) -> Progress:
         """Bytes that this process has written, and its total."""
-        return Progress("save", self._done_bytes, self._total_bytes, self._seconds_so_far)
+        work = self.watchdog.work  # None until its lane writes
+        done, total = (0, self._total_bytes) if work is None else work.moved[:2]
+        return Progress("save", done, total, self._seconds_so_far)
 
     @property
     def _seconds_so_far(self) -> float:
@@ -235,7 +232,9 @@ class RunningSave:
     def join(self, timeout_seconds: float | None = None) -> bool:
         """Wait until the save has ended, for `timeout_seconds` at most. Returns whether it has. Its error stays its
         owner's."""
-        if not self.done and self._runs_here:
+        if self.done:
+            return True
+        if self._runs_here:
             raise InputError(
                 f"this call waits for the save to {self.path}, and one of that save's own callbacks makes the call, so"
                 " neither would end: call it after that save has ended, from your program's thread or, in a job of one"
@@ -308,14 +307,6 @@ class RunningSave:
         self.skipped = True
         self._seconds = self._seconds_so_far
         self._ended.set()
-
-    def add_done_bytes(self, n_bytes: int) -> None:
-        """Add to the count of written bytes."""
-        self._done_bytes += n_bytes
-
-    def restart(self) -> None:
-        """Note that its work is repeated."""
-        self._done_bytes = 0
 
     def mark_returned(self, *, in_background: bool) -> None:
         """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`. With `in_background`,

@@ -32,7 +32,7 @@ from jaxckpt._rules.rename import Renaming
 from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.prepare import prepare
-from jaxckpt._save.request import PreparedSave, SaveRequest
+from jaxckpt._save.request import PreparedSave, SaveRequest, require_on_done
 from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write import OwnShare
@@ -160,6 +160,7 @@ def save_async(
         128
     """
     with Call.of("save_async", path, options) as call:
+        require_on_done(on_done)
         destination = _destination(path, call.options, format, rename, overwrite=overwrite)
         request = SaveRequest(
             destination, call.options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
@@ -175,8 +176,12 @@ def _destination(
     path: Any, options: Options, format: str | None, rename: Renaming | None, *, overwrite: bool
 ) -> SharedPath:
     """The destination at a path or URL. Raises InputError, StorageError."""
-    if (save_to := saved_format(format, is_renamed=rename is not None)) is not None:
-        return save_to(path, rename, options, overwrite=overwrite)
+    if format not in (None, "jaxckpt"):
+        return saved_format(format)(path, rename, options, overwrite=overwrite)
+    if rename is not None:
+        raise InputError(
+            'save(rename=…) needs format="safetensors": a checkpoint of jaxckpt keeps the names of the tree'
+        )
     destination = SharedPath.at(path, options, overwrite=overwrite)
     suffix = os.path.splitext(destination.store.url)[1]
     if suffix in _FILE_SUFFIXES:
@@ -190,7 +195,7 @@ def _destination(
 def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     """Save completely, or until the lane that writes no longer needs the caller. Every process.
 
-    The lane runs `RunningSave._run`, which notes the outcome, and in it `_save_in_lane`, inside of `attempts` and
+    The lane runs `RunningSave.run`, which notes the outcome, and in it `_save_in_lane`, inside of `attempts` and
     `run_and_notify` if the request has them.
     """
     start_time, options = time.perf_counter(), request.options
@@ -219,7 +224,7 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     if request.on_done is not None:
         work = functools.partial(run_and_notify, work, request.on_done)
     try:
-        running.begin(call, work, until=request.deadline)
+        call.start(functools.partial(running.run, work), until=request.deadline)
         if request.deadline is not None and not running.is_staged:
             call.cancellation.cancel(TimeoutError("the data was copied but not written before the deadline"))
         if not background:
@@ -262,10 +267,10 @@ def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave, re
     call = save.call
     with (
         call,  # again, because a background save outlives the caller's block
-        display_progress("save", running.progress.total_bytes, save.options.progress) as display,
+        display_progress("save", save.plan.written_bytes(call.index), save.options.progress) as display,
     ):
         share = OwnShare(save, running, background, display)
-        info = _info(save, save.destination.save(share))
+        info = _info(save, save.request.destination.save(share))
         share.free()
     seconds = running.with_times(info).seconds
     record_event(

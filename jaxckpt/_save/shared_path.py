@@ -21,7 +21,7 @@ from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._run_folder.run_paths import resolve_step
-from jaxckpt._run_folder.steps import is_link, is_step
+from jaxckpt._run_folder.steps import is_step
 from jaxckpt._save.compose_manifest import (
     PublishResult,
     WrittenShare,
@@ -66,7 +66,7 @@ class SharedPath:
         ahead = None if is_collective else share.stage_ahead()
         save_id, transaction = self.begin(save, ahead if share.in_background else None)
         data = data_folder(save_id)
-        with transaction or contextlib.nullcontext():
+        with contextlib.closing(transaction) if transaction else contextlib.nullcontext():
             with call.rendezvous("saving") as rendezvous:
                 # Exchanges are collective, so no process may begin them before all are prepared.
                 exchanging = exchanges(save.plan, save.draft) if is_collective else contextlib.nullcontext()
@@ -140,7 +140,7 @@ class SharedPath:
             with phases.timed("publish"):
                 manifest = compose_manifest(save_id, save.plan, save.draft, shares, request.metadata, request.step)
                 content = encode(manifest)
-            self.commit(save.call, transaction, manifest.decoded_stacks, content, sync=save.options.sync)
+            self.commit(save.call, transaction, save.plan.stacks, content, sync=save.options.sync)
             linked_bytes = sum(share.linked_bytes for share in shares)
             digest = hashlib.sha256(content).hexdigest()
             result = PublishResult(save_id, stored_bytes(manifest), linked_bytes, digest, manifest.created)
@@ -196,9 +196,9 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
             raise CheckpointExistsError(
                 f"{store.url} already holds a checkpoint{lost}; pass overwrite=True to replace it"
             )
-        if is_link(store):
+        if (target := store.link_target()) is not None:
             raise CheckpointExistsError(
-                f"{store.url} is a symbolic link to {store.link_target()}, and overwriting it would replace"
+                f"{store.url} is a symbolic link to {target}, and overwriting it would replace"
                 " the checkpoint there: give that path, or delete the link first"
             )
         return store.read(MANIFEST)

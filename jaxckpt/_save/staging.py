@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from jaxckpt._model.dtypes import DTYPES, is_lossless
 from jaxckpt._model.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._model.pieces import Array, Pieces, assign
 from jaxckpt._pipeline.control import Phases
+from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.workers import run_shared
 from jaxckpt._save.describe import Draft, Value
 from jaxckpt._save.write_plan import Object, SavePlan
@@ -556,14 +558,13 @@ class StagedAhead:
         self._staged: Iterator[StagedObject] | None = staged
         self._phases = phases
         self._max_objects = max_objects
-        self._max_bytes = max_bytes
+        self._budget = Budget(sys.maxsize if max_bytes is None else max_bytes)
         self._when_staged = when_staged
         self._check = check
         self._ready = deque[StagedObject]()
         self._next: StagedObject | None = None
         """One that does not fit yet."""
 
-        self._held_bytes = 0
         self.copied_bytes = 0
         """Bytes that were copied to be staged, so far."""
 
@@ -577,19 +578,13 @@ class StagedAhead:
                 if self._next is None:
                     self._staged = None
                     self._when_staged()
-                elif self._fits(self._next):
-                    self._held_bytes += self._next.copied_bytes
+                elif self._budget.fits(self._next.copied_bytes):
+                    self._budget.take(self._next.copied_bytes)
                     self.copied_bytes += self._next.copied_bytes
                     self._ready.append(self._next)
                     self._next = None
                 else:
                     return
-
-    def _fits(self, staged: StagedObject) -> bool:
-        """Whether an object fits, or must wait until others are written."""
-        return (
-            self._max_bytes is None or not self._held_bytes or self._held_bytes + staged.copied_bytes <= self._max_bytes
-        )
 
     def __iter__(self) -> Iterator[StagedObject | None]:
         """The objects; None if the next one needs the memory of those that are being written."""
@@ -605,4 +600,4 @@ class StagedAhead:
 
     def mark_written(self, staged: StagedObject) -> None:
         """Note that an object was written and its copies were freed."""
-        self._held_bytes -= staged.copied_bytes
+        self._budget.free(staged.copied_bytes)

@@ -67,7 +67,8 @@ class OwnShare:
             stack_bytes=options.host_bytes // 2,
             whole_shards=in_background and options.staging_bytes is None,
         )
-        own = checked(save, own)
+        if options.non_finite != "ignore":
+            own = checked(save, own)
         held = None if save.plan.is_collective else save.request.held
         if held is not None and in_background:
             own = held.keep(own)
@@ -119,8 +120,10 @@ class OwnShare:
         """Write the objects as they arrive, and sync their folders."""
         save, written = self.save, self._written
         store, phases, watchdog = save.store, save.call.phases, save.call.watchdog
-        with watchdog.operation(f"reading the checkpoint before {store.url}"):
-            reuse = save.reuse.with_stored_base()
+        reuse = save.reuse
+        if reuse.compares and reuse.base is None:
+            with watchdog.operation(f"reading the checkpoint before {store.url}"):
+                reuse = reuse.with_stored_base()
         writer = _Writer(save, reuse, data, self.running.rate_limiter)
         budget = Budget(save.options.host_bytes)
         moved = pipeline(ahead, writer.n_bytes, writer.begin, budget, join=True)
@@ -128,7 +131,6 @@ class OwnShare:
             for staged, record in moved:
                 save.call.cancellation.check()
                 ahead.mark_written(staged)
-                self.running.add_done_bytes(staged.obj.n_bytes)
                 self.display(staged.obj.n_bytes)
                 written.append((staged.obj, record))
         if save.options.sync:
@@ -147,7 +149,8 @@ class OwnShare:
 
     def keep(self, data: str) -> None:
         """After the publication, keep the records of the objects for the next save."""
-        self.save.reuse.keep(data, self.save.plan.stacks, self._written)
+        if self.save.reuse.cache is not None:
+            self.save.reuse.keep(data, self.save.plan.stacks, self._written)
 
 
 @dataclass(frozen=True, slots=True)

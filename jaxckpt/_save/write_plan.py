@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,11 +18,13 @@ import msgspec
 import numpy as np
 
 from jaxckpt._model import zarr
+from jaxckpt._model.checks import MAX_OBJECT_INDEX_BYTES
 from jaxckpt._model.chunking import SMALL_CHUNK_BYTES
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, IntArray, Layout, cell_shape, coarsen
 from jaxckpt._model.stacks import PACK_BELOW_BYTES, Stack, shape_stack
 from jaxckpt._options import Options
+from jaxckpt.errors import InputError
 
 MIN_OBJECTS_IN_FLIGHT = 4
 """Objects are small enough that this many fit `Options.host_bytes`."""
@@ -129,13 +131,18 @@ _Form = tuple[str, tuple[int, ...], Layout, bool, int]
 
 
 def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
-    """Put equal leaves into the rows of a stack, cut stacks into objects, and deal the objects to the processes."""
+    """Put equal leaves into the rows of a stack, cut stacks into objects, and deal the objects to the processes.
+
+    Raises InputError if the index of an object would be larger than readers accept.
+    """
     groups: dict[_Form, list[int]] = {}
     for leaf in leaves:
         groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.is_exchanged, leaf.subtree), []).append(
             leaf.number
         )
-    total = sum(_bytes(dtype, shape) * len(rows) for (dtype, shape, _, _, _), rows in groups.items())
+    total = sum(
+        math.prod(shape) * DTYPES[dtype].itemsize * len(rows) for (dtype, shape, _, _, _), rows in groups.items()
+    )
     writers = len(frozenset[int]().union(*(layout.processes for layout in {key[2] for key in groups})))
     # At least a chunk: a restore also needs the memory of one, and smaller objects would be too many files.
     least = options.chunk_bytes or SMALL_CHUNK_BYTES
@@ -148,7 +155,14 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
         for max_shared_bytes in larger:
             plan = _plan_for_sizes(groups, most, max_shared_bytes, options, process, processes)
             if max(plan.process_bytes) <= MAX_IMBALANCE * busiest:
-                return plan
+                chosen = plan
+                break
+    for stack in chosen.stacks:
+        if stack.index_bytes > MAX_OBJECT_INDEX_BYTES:
+            raise InputError(
+                f"an object of stack {stack.name} would have {stack.chunks_per_object} chunks: give larger"
+                " Options.chunk_bytes or smaller object_bytes"
+            )
     return chosen
 
 
@@ -185,10 +199,6 @@ def _plan_for_sizes(
         sum(len(cut.layout.holders) * math.prod(cut.counts) for cut in cuts),
         tuple(obj for cut in cuts for obj in _objects(cut, own.get(cut.number, ()))),
     )
-
-
-def _bytes(dtype: str, shape: Sequence[int]) -> int:
-    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 # Equal objects --------------------------------------------------------------------------------------------
@@ -285,11 +295,7 @@ def _assign_objects(
     holders (Graham's LPT rule, 1969), with all equal objects in one step.
     """
     loads = np.zeros(processes, np.int64)
-    own: dict[int, list[_Own]] = {}
-
-    def keep(cut: _Cut, cells: IntArray, within: IntArray) -> None:
-        own.setdefault(cut.number, []).append((cells, within))
-
+    own = defaultdict[int, list[_Own]](list)
     alone = Counter[Layout]()
     for cut in cuts:
         alone[cut.layout] += math.prod(cut.sides) * cut.stack.itemsize
@@ -300,7 +306,7 @@ def _assign_objects(
         cells = np.flatnonzero(_single_holders(cut.layout) == process)
         if len(cells):
             places = _positions(np.arange(math.prod(cut.counts)), tuple((0, count) for count in cut.counts))
-            keep(cut, np.repeat(cells, len(places)), np.tile(places, (len(cells), 1)))
+            own[cut.number].append((np.repeat(cells, len(places)), np.tile(places, (len(cells), 1))))
     batches = [
         _Batch(cut, size, places, holder_sets)
         for cut in cuts
@@ -318,7 +324,7 @@ def _assign_objects(
         for row, column in np.argwhere(batch.holder_sets.processes == process):
             first = batch.shares[row, :column].sum()
             cell, number = np.divmod(np.arange(first, first + batch.shares[row, column]), batch.n_per_cell)
-            keep(batch.cut, batch.holder_sets.cells[row, cell], _positions(number, batch.places))
+            own[batch.cut.number].append((batch.holder_sets.cells[row, cell], _positions(number, batch.places)))
     return loads, own
 
 

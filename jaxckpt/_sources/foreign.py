@@ -22,7 +22,7 @@ from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
-from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
+from jaxckpt._sources.source import ALL_ARRIVED, Arrivals, Source, StackBoxes
 from jaxckpt._store.foreign_files import Mark, OpenedFiles, require_unchanged, url_of, using_files
 from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, JaxckptError, StorageError, UnsupportedError, show_path
@@ -244,7 +244,7 @@ class ForeignCheckpoint:
 
     def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
         """The origin reads for a view only what each process can read itself."""
-        return self.origins[0].arrivals((), options, rendezvous) if self.origins else all_arrived()
+        return self.origins[0].arrivals((), options, rendezvous) if self.origins else ALL_ARRIVED
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass

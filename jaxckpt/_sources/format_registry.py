@@ -127,14 +127,8 @@ def _is_installed() -> bool:
     return any(point.value.startswith("jaxckpt.") for point in entry_points(group=GROUP))
 
 
-def saved_format(format: str | None, *, is_renamed: bool) -> Callable[..., Any] | None:
-    """`Format.save_to` of the format of a save; None for jaxckpt's own. Raises InputError."""
-    if format in (None, "jaxckpt"):
-        if is_renamed:
-            raise InputError(
-                'save(rename=…) needs format="safetensors": a checkpoint of jaxckpt keeps the names of the tree'
-            )
-        return None
+def saved_format(format: str | None) -> Callable[..., Any]:
+    """`Format.save_to` of the format of a save in another library's format. Raises InputError."""
     savable = {form.name: form.save_to for form in written_formats().values() if form.save_to is not None}
     if format not in savable:
         raise InputError(

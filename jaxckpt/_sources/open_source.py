@@ -89,7 +89,9 @@ def source_at(
     Raises NotACheckpointError, ManifestError; DataError if a foreign checkpoint is damaged; StorageError if the storage
     hangs for `options.timeout_seconds`.
     """
-    _require_sha256(manifest_sha256)
+    is_digest = isinstance(manifest_sha256, str) and re.fullmatch("[0-9a-fA-F]{64}", manifest_sha256)
+    if manifest_sha256 is not None and not is_digest:
+        raise InputError(f"manifest_sha256 must be 64 hexadecimal digits, found {reprlib.repr(manifest_sha256)}")
     if isinstance(location, ForeignCheckpoint):
         if manifest_sha256 is not None:
             raise NotACheckpointError(f"{location.url} has no manifest.json that could have an expected SHA-256")
@@ -108,11 +110,6 @@ def source_at(
         options.timeout_seconds,
         lambda: _open_source(location, store, options, manifest_sha256),
     )
-
-
-def _require_sha256(digest: object) -> None:
-    if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest)):
-        raise InputError(f"manifest_sha256 must be 64 hexadecimal digits, found {reprlib.repr(digest)}")
 
 
 def _open_source(

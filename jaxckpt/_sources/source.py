@@ -102,7 +102,7 @@ class NativeCheckpoint:
         return self.store.url
 
     def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
-        return all_arrived()
+        return ALL_ARRIVED
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Check every zarr.json. jaxckpt does not use it, but other Zarr readers do."""
@@ -148,9 +148,8 @@ class NativeCheckpoint:
         return None if is_whole else f"{self.url} was stripped of some of its leaves"
 
 
-def all_arrived() -> Arrivals:
-    """The arrivals of data that each process can read itself."""
-    return contextlib.nullcontext(itertools.repeat(None))
+ALL_ARRIVED: Arrivals = contextlib.nullcontext(itertools.repeat(None))
+"""The arrivals of data that each process can read itself."""
 
 
 def paths_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> list[str]:

@@ -216,11 +216,8 @@ class Bucket:
 
     # Small files -----------------------------------------------------------------------------------------
 
-    def read(self, key: str) -> bytes | None:
-        return self.read_whole(key)[0]
-
-    def read_head(self, key: str, count: int) -> bytes | None:
-        return self.read_range(key, 0, count)[0]
+    def read(self, key: str, count: int | None = None) -> bytes | None:
+        return (self.read_whole(key) if count is None else self.read_range(key, 0, count))[0]
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """Requests all files concurrently."""

@@ -139,13 +139,15 @@ class OpenObject:
                 continue
             destinations += ((chunks.numbers, destination) for chunks, destination in runs if destination is not None)
             buffered += ((chunks, group) for chunks, destination in runs if destination is None)
-        for group in _merge_tiling_groups(scattered, self.stack.chunk):
+        for group in _merge_tiling_groups(scattered, self.stack.chunk) if len(scattered) > 1 else scattered:
             region = hull(box for box, _ in group)
             blocks = zarr.chunk_blocks(self.stack, self.index, region, self.chunk_index.starts, BLOCK_BYTES)
             buffered += ((chunks, group) for chunks in blocks)
         buffered.sort(key=lambda block: self.chunk_index.starts[block[0].numbers[0]])
-        self._read_in_place(destinations)
-        self._read_buffered(buffered)
+        if destinations:
+            self._read_in_place(destinations)
+        if buffered:
+            self._read_buffered(buffered)
 
     def _runs_in_place(self, targets: Sequence[Target]) -> list[tuple[Chunks, Bytes | None]] | None:
         """The chunks of a box, each with its destination if that is contiguous memory. None if not even one chunk has a
@@ -302,7 +304,7 @@ def _group_by_shared_chunks(targets: Sequence[Target], sides: Sequence[int]) -> 
 def _merge_tiling_groups(groups: list[list[Target]], sides: Sequence[int]) -> list[list[Target]]:
     """Merge all groups into one if the chunks that they touch form a box, which is then read in file order."""
     group_cells = [touched_cells(hull(box for box, _ in group), sides) for group in groups]
-    if len(groups) > 1 and sum(map(volume, group_cells)) == volume(hull(group_cells)):
+    if sum(map(volume, group_cells)) == volume(hull(group_cells)):
         return [[target for group in groups for target in group]]
     return groups
 

@@ -79,7 +79,6 @@ _REFUSED_LINK = (
 
 @watched(
     read="reading",
-    read_head="reading",
     read_all="reading",
     put="writing to",
     replace="writing to",
@@ -139,13 +138,7 @@ class Folder:
 
     # Small files -----------------------------------------------------------------------------------------
 
-    def read(self, key: str) -> bytes | None:
-        return self._content(key)
-
-    def read_head(self, key: str, count: int) -> bytes | None:
-        return self._content(key, count)
-
-    def _content(self, key: str, count: int | None = None) -> bytes | None:
+    def read(self, key: str, count: int | None = None) -> bytes | None:
         with self._translate_errors("read", key):
             try:
                 return retry_stale(self._read, key, count)
@@ -558,12 +551,9 @@ class Folder:
             self._remove_copy(data, sync=True)
         self.delete(data)
 
-    def sweep(self, current: str | None) -> bool:
-        """Keeps the data of a writer that is alive or, if its lock may not be visible here, that may still publish."""
-        return self._sweep(current, log_swept)
-
-    def _sweep(self, current: str | None, log: Callable[[str, str], object], *, evict: bool = False) -> bool:
-        """Delete data folders other than `current` of saves that cannot publish. Returns whether any is left."""
+    def sweep(self, current: str | None, *, evict: bool = False) -> bool:
+        """Keeps the data of a writer that is alive or, without `evict`, if its lock may not be visible here, that may
+        still publish."""
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
         ignore_missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
@@ -580,7 +570,9 @@ class Folder:
                     log_kept(self.url, name)
                     left = True
                 elif self._delete_data(name, has_note=note is not None):
-                    log(self.url, name)
+                    # With `evict`, the caller has just deleted this checkpoint, so that is nothing to log.
+                    if not evict:
+                        log_swept(self.url, name)
                 else:
                     left = True
         return left
@@ -645,8 +637,7 @@ class Folder:
 
     def clear(self, *, evict: bool = True) -> None:
         """Keeps the data of a writer whose lock shows that it is alive."""
-        # With `evict`, the caller has just deleted this checkpoint, so that is nothing to log.
-        self._sweep(None, (lambda url, name: None) if evict else log_swept, evict=evict)
+        self.sweep(None, evict=evict)
         remove_if_empty(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:

@@ -85,11 +85,9 @@ class Store(Protocol):
 
     # Small files ------------------------------------------------------------------------------------------
 
-    def read(self, key: str) -> bytes | None:
-        """The content of a small file; None if it does not exist."""
-
-    def read_head(self, key: str, count: int) -> bytes | None:
-        """The first bytes of a small file, fewer only if it has no more; None if it does not exist."""
+    def read(self, key: str, count: int | None = None) -> bytes | None:
+        """The content of a small file, or its first `count` bytes, fewer only if it has no more; None if it does not
+        exist."""
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """The contents of several small files; None for those that do not exist."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from jaxckpt._model import zarr
 from jaxckpt._model.file_names import COPY, MANIFEST, WRITER, data_folder_of, may_reference_data
@@ -63,12 +63,6 @@ class Transaction:
         """Atomically replace the previous manifest by this one, which describes the data."""
         self.store.publish(self.data, manifest, self.previous, sync=sync)
         self._is_committed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End it: delete the data without a commit, or what the commit has replaced. A second call has no effect.

@@ -111,14 +111,35 @@ def test_a_task_is_done_once() -> None:
     assert done == [1]
 
 
+def test_a_lane_that_gets_a_task_while_another_does_it_does_nothing() -> None:
+    """`await_end` starts a task again if no lane has begun it, and then two may."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return may_end.wait(60)
+
+    task = lanes._LaneTask(work, Watchdog(60))
+    first = threading.Thread(target=task.run)
+    first.start()
+    assert begun.wait(60)
+    task.run()
+    assert not task.done()
+    may_end.set()
+    first.join(60)
+    assert task.result(60)
+
+
 def test_profilers_and_debuggers_see_lanes() -> None:
+    def work_of_a_lane() -> None: ...
+
     seen = set[str]()
     threading.setprofile(lambda frame, event, given: seen.add(frame.f_code.co_name))
     try:
-        lanes.run_alone(lambda: None, 60)
+        lanes.run_alone(work_of_a_lane, 60)
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
-    assert "_carry_out" in seen
+    assert "work_of_a_lane" in seen
     assert lanes.run_alone(sys.getprofile, 60) is None
 
 

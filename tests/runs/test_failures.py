@@ -107,10 +107,12 @@ def test_another_attempt_is_logged_with_the_time_of_the_last_one(
 ) -> None:
     with jaxckpt.Checkpointer(tmp_path, on_failure="retry", options=jaxckpt.Options(sync=False)) as checkpoints:
         with full_disk():
-            checkpoints.save(1, {"w": np.zeros(9999)})
+            checkpoints.save(1, {"small": np.zeros(9), "w": np.zeros(9999)})
+            assert (pending := checkpoints.pending) is not None
             until = time.monotonic() + 20
             while "attempt 1 of 12" not in caplog.text and time.monotonic() < until:
                 time.sleep(0.01)
         checkpoints.wait()
         assert checkpoints.steps() == [1]
+    assert pending.progress.done_bytes == pending.progress.total_bytes == 8 * (9 + 9999), "of the last attempt"
     assert "attempt 1 of 12, and is tried again in 0.1 s, the last time in 162 s: " in caplog.text

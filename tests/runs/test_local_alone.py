@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._save.running_saves import RunningSave
+from jaxckpt._job.call import Call
 
 
 def state(step: int) -> dict[str, Any]:
@@ -143,15 +143,15 @@ def test_an_error_of_on_done_is_raised_only_once(tmp_path: Path, error: type[Bas
 def test_a_flush_that_was_interrupted_before_its_lane_started_blocks_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = RunningSave.begin
+    start = Call.start
 
-    def interrupted(save: RunningSave, *arguments: Any, **named: Any) -> None:
-        if save.detached:
+    def interrupted(call: Call, *arguments: Any, **named: Any) -> Any:
+        if call.verb == "flush":
             monkeypatch.undo()
             raise KeyboardInterrupt
-        begin(save, *arguments, **named)
+        return start(call, *arguments, **named)
 
-    monkeypatch.setattr(RunningSave, "begin", interrupted)
+    monkeypatch.setattr(Call, "start", interrupted)
     with opened(tmp_path) as checkpoints:
         with pytest.raises(KeyboardInterrupt):
             checkpoints.save(10, state(10))
@@ -159,6 +159,14 @@ def test_a_flush_that_was_interrupted_before_its_lane_started_blocks_no_save(
             assert checkpoints.save(step, state(step))
             checkpoints.wait()
         assert checkpoints.steps() == [20]
+
+
+def test_the_progress_of_a_step_is_that_of_its_flush(tmp_path: Path) -> None:
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(10, state(10))
+        assert (pending := checkpoints.pending) is not None
+        checkpoints.wait()
+    assert pending.progress.done_bytes == pending.progress.total_bytes >= state(10)["w"].nbytes
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])

@@ -16,7 +16,7 @@ from processes import run_python
 PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted.py"
 
 # Tests every nth moment of the main thread, or all (`--campaign`).
-STRIDES = {"save": 17, "save_async": 16, "wait": 1, "restore": 13, "checkpointer": 41}
+STRIDES = {"save": 13, "save_async": 12, "wait": 1, "restore": 13, "checkpointer": 41}
 
 
 @pytest.mark.child
@@ -33,7 +33,7 @@ def test_ctrl_c_at_every_call(tmp_path: Path, request: pytest.FixtureRequest, op
     assert message["open_files"] < 20
 
 
-COLD_STRIDES = {"save": 211, "save_async": 211, "restore": 149, "load_numpy": 19, "verify": 7, "checkpointer": 701}
+COLD_STRIDES = {"save": 211, "save_async": 211, "restore": 97, "load_numpy": 19, "verify": 7, "checkpointer": 701}
 
 
 @pytest.mark.child
