@@ -375,7 +375,9 @@ def sixty_four_bits(path: Path) -> Any:
         assert jaxckpt.restore(path)["a//b"].tolist() == [1 << 40]
 
 
-@advice("Config as a leaf. Register it as a pytree, or give a dict")
+@advice(
+    "Config as a leaf. Register it as a pytree or with jaxckpt.register_leaf, as in the program that saved it, or give"
+)
 def a_subclass_of_dict(path: Path) -> Any:
     class Config(dict[str, Any]):
         pass

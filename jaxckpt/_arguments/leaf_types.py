@@ -60,7 +60,8 @@ def register_leaf(
     set_state: Callable[[Any, Any], object] | None = None,
     name: str | None = None,
 ) -> None:
-    """Allow leaves of a type that jaxckpt does not know. Every process calls this before it saves or restores.
+    """Allow leaves of a type that jaxckpt does not know. Every process calls this before it saves or restores. A second
+    call for a class replaces the first.
 
     A checkpoint stores the state of such a leaf as a part of the tree, and the name of the type. A program that has not
     registered the type gets the state. jaxckpt imports nothing and calls only the functions that are passed here.
@@ -80,7 +81,7 @@ def register_leaf(
         name: The name in the checkpoint, "module.Class" by default. Pass the old name if the class was renamed.
 
     Raises:
-        InputError: jaxckpt already knows the type, or another class has this name.
+        InputError: jaxckpt takes the type as it is, or another class has this name.
 
     Examples:
         >>> import decimal, jaxckpt

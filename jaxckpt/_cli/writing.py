@@ -132,7 +132,8 @@ def repair(path: str, as_json: bool) -> None:
         _require_own_format(open_checkpoint(path), "repair restores")  # otherwise it raises the same error
         raise
     repaired = [report.path for report in reports]
-    text = "\n".join(f"repaired {report}" for report in reports) or f"{path} has not lost its manifest"
+    text = "\n".join(f"repaired {report}" for report in reports)
+    text = text or f"{path} has lost no metadata, and data is not repaired: jaxckpt verify finds what is damaged"
     print_done(text, {"path": path, "repaired": repaired}, as_json)
 
 

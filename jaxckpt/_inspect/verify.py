@@ -592,8 +592,8 @@ def _check_concurrently(
 
 
 def repair(path: Path, options: Options) -> list[VerifyReport]:
-    """Restore `manifest.json` of a checkpoint, or of each step of a run, from its second copy, or the copy from an
-    intact manifest, which is never replaced.
+    """Restore `manifest.json` of a checkpoint, or of each step of a run, from its second copy; or from an intact
+    manifest, which is never replaced, that copy and each zarr.json.
 
     Before a manifest is restored, the files that it names are checked as by `verify(quick=True)`. Returns the report on
     each repaired checkpoint: none if both are intact. A step that cannot be repaired does not affect the others.
@@ -628,17 +628,28 @@ def _repair(store: Store, options: Options) -> list[VerifyReport]:
     except CorruptError:
         return [_restore_manifest(store, options)]
     source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
-    if not run_alone(lambda: _copy_problems(source), options.timeout_seconds):
-        return []
-    key = f"{manifest.data_folder}/{COPY}"
+    lost = run_alone(lambda: _lost_files(source, content), options.timeout_seconds)
     changed = f"{store.url} was deleted or replaced while it was being repaired"
-    if store.read(MANIFEST) != content:  # the copy that was found is that of another manifest
-        raise NotACheckpointError(changed)
-    store.replace(key, content, sync=options.sync)
-    if store.read(MANIFEST) != content:  # a copy without a manifest would show a checkpoint that has lost it
-        store.remove(key)
-        raise NotACheckpointError(changed)
-    return [run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)]
+    for key, text in lost.items():
+        if store.read(MANIFEST) != content:  # the file that was found is that of another manifest
+            raise NotACheckpointError(changed)
+        store.replace(key, text, sync=options.sync)
+        if store.read(MANIFEST) != content:  # a copy without a manifest would show a checkpoint that has lost it
+            store.remove(key)
+            raise NotACheckpointError(changed)
+    return [run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)] if lost else []
+
+
+def _lost_files(source: NativeCheckpoint, content: bytes) -> dict[str, bytes]:
+    """The content of lost and damaged files that follows from the manifest: its copy, and each zarr.json."""
+    manifest, lost = source.manifest, dict[str, bytes]()
+    if _copy_problems(source):
+        lost[f"{manifest.data_folder}/{COPY}"] = content
+    for record in manifest.stacks:
+        key, text = f"{manifest.data_folder}/{record.name}/zarr.json", zarr.metadata(record.stack())
+        if hashlib.sha256(text).hexdigest() == record.sha256 and source.store.read(key) != text:
+            lost[key] = text
+    return lost
 
 
 def _restore_manifest(store: Store, options: Options) -> VerifyReport:

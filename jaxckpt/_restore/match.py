@@ -590,5 +590,5 @@ def unrestorable_reason(value: object, *, is_container: bool) -> str:
         return f"is a {kind} in the target, which cannot be restored"
     return (
         f"is a {kind} in the target, and a container in the checkpoint: JAX treats {kind} as a leaf. Register it as a"
-        " pytree, or give a dict"
+        " pytree or with jaxckpt.register_leaf, as in the program that saved it, or give a dict"
     )

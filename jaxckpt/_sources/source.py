@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
@@ -120,7 +121,8 @@ class NativeCheckpoint:
                     reason += f"; it describes {show_leaves(paths_at(self.manifest, number, (0, record.rows)))}"
                 problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
-            raise DataError.of(f"{show_count(len(problems), 'metadata file')} changed after the save", problems)
+            remedy = f"`jaxckpt repair {shlex.quote(self.url)}` writes what is lost again"
+            raise DataError.of(f"{show_count(len(problems), 'metadata file')} changed after the save", problems, remedy)
         self._intact.update(stacks)
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:

@@ -467,7 +467,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     run("rm", step_path(directory, 3), "--yes", code=3)
     assert run("repair", f"{directory}@3").stdout.startswith(f"repaired {step_path(directory, 3)}: 2 leaves")
     assert at(step_path(directory, 3)).read(MANIFEST) == manifest
-    assert run("repair", directory).stdout == f"{directory} has not lost its manifest\n"
+    assert run("repair", directory).stdout.startswith(f"{directory} has lost no metadata, and data is not repaired")
     lose(step_path(directory, 3), b"")
     lose(step_path(directory, 1))
     repaired = run_json("repair", directory)["repaired"]
@@ -555,3 +555,20 @@ def test_repair_leaves_the_copy_of_a_step_that_changes_meanwhile(
             verify.repair(run / "00000001", jaxckpt.Options())
     monkeypatch.undo()
     assert jaxckpt.verify(run / "00000001").ok
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"{}")])
+def test_a_lost_zarr_json_is_written_again(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    jaxckpt.save(path, {"a//b": np.arange(6.0), "n": np.arange(4)})
+    files = {file: file.read_bytes() for file in path.glob("data-*/*/zarr.json")}
+    assert len(files) == 2
+    for file in files:
+        damage(file)
+    with pytest.raises(DataError, match=f"`jaxckpt repair {path}` writes what is lost again"):
+        jaxckpt.restore(path)
+    assert run("repair", str(path)).stdout.startswith(f"repaired {path}: 2 leaves in 2 objects")
+    assert {file: file.read_bytes() for file in files} == files
+    assert jaxckpt.verify(path).ok
+    assert "has lost no metadata" in run("repair", str(path)).stdout
+    assert jaxckpt.restore(path)["n"].tolist() == [0, 1, 2, 3]
