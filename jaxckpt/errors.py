@@ -127,6 +127,8 @@ class ManifestError(CorruptError):
 class DataError(CorruptError):
     """An object, a zarr.json or a process's state is missing or altered, or a file of another library is damaged."""
 
+    rows: tuple[int, int] | None = None  # the damaged rows of a stack, if they are known
+
 
 class UnsupportedError(DataError):
     """A leaf of another library's checkpoint cannot be read, although it is not damaged: an object of a program, for

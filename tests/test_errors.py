@@ -81,3 +81,17 @@ def test_the_error_of_a_read_names_the_damaged_leaf(read: Callable[[Path], Any],
     assert (caught.value.paths, problem.leaf) == (("damaged/w",), "damaged/w")
     assert problem.reason.startswith("cannot be read: ")
     assert "jaxckpt.verify" in problem.remedy
+
+
+def test_an_error_names_the_leaf_whose_chunk_is_damaged(tmp_path: Path) -> None:
+    tree = {name: np.arange(1000.0) + number for number, name in enumerate("abc")}
+    jaxckpt.save(tmp_path / "c", tree)
+    (file,) = (tmp_path / "c").glob("data-*/*/c/0/0")
+    content = bytearray(file.read_bytes())
+    content[9000] ^= 1  # the second row
+    file.write_bytes(content)
+    for read in (jaxckpt.restore, jaxckpt.load_numpy):
+        with pytest.raises(errors.DataError, match="cannot read leaf 'b': ") as raised:
+            read(tmp_path / "c")
+        assert raised.value.paths == ("b",)
+        assert read(tmp_path / "c", select=["a", "c"]).keys() == {"a", "c"}

@@ -201,8 +201,8 @@ def _naming(source: Source, stack: int, rows: tuple[int, int]) -> Generator[None
     """A context in which errors name the leaves in these rows of a stack."""
     try:
         yield
-    except Exception:  # the leaves are found only now, because there may be thousands
-        paths = paths_at(source.manifest, stack, rows)
+    except Exception as error:  # the leaves are found only now, because there may be thousands
+        paths = paths_at(source.manifest, stack, getattr(error, "rows", None) or rows)
         with translate_leaf_errors(f"cannot read {show_leaves(paths)}", paths):
             raise
 

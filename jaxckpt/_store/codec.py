@@ -223,7 +223,9 @@ class OpenObject:
             box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
             assert box is not None, "chunks outside of the stack are not read"
             location = f"{show_box(box)} of the stack"
-            raise DataError(f"{self.path} has a damaged chunk ({location}): its crc32c does not match")
+            error = DataError(f"{self.path} has a damaged chunk ({location}): its crc32c does not match")
+            error.rows = box[0]
+            raise error
         if has_invalid_bools:
             raise DataError(f"{self.path} has values that are neither true nor false")
         self.chunk_index.record_sums(self.path, numbers, stored)
