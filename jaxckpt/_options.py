@@ -72,8 +72,8 @@ class Options:
             accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
             process writes.
         max_bytes_per_second: Limit on the rate at which each process writes in `save_async` and reads in `verify`, for
-            example to leave bandwidth for data loading. `save` is not limited. None: no limit. `when_busy` decides what
-            happens if the next save comes before a slow one has ended.
+            example to leave bandwidth for data loading. `save` and restores have no limit. None: no limit. `when_busy`
+            decides what happens if the next save comes before a slow one has ended.
         when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
             With `LocalTier`, a step that is also due locally is then saved only in the local folders.
         sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
