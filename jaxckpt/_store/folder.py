@@ -390,6 +390,8 @@ class Folder:
             if by_writer:
                 self._require_note(data, WRITER, previous)
                 self._put_draft(data, manifest, sync=sync)  # first: see published_data
+                if sync and previous is None:
+                    sync_path(self._path(data))  # nor is there a copy without a draft after a power loss
                 self.put(f"{data}/{COPY}", manifest)  # not synced: it serves if the manifest is lost later
             else:
                 self._update_copy(data, manifest)
@@ -431,6 +433,8 @@ class Folder:
             with contextlib.suppress(OSError, JaxckptError):
                 self._withdraw(data, manifest, previous)
             raise
+        with contextlib.suppress(StorageError):
+            self.remove(_draft(data))  # last: after a power loss, one of its two names exists
 
     def _require_note(self, data: str, name: str, current: bytes | None, *, may_be_unreadable: bool = False) -> None:
         """Raise if data was deleted, before its manifest was published as the successor of `current`, or after it was
@@ -479,8 +483,6 @@ class Folder:
             self._link_manifest(_draft(data), content)
         else:
             os.rename(self._path(_draft(data)), self._path(MANIFEST))
-        with contextlib.suppress(StorageError):
-            self.remove(_draft(data))
 
     def _link_manifest(self, temporary: str, content: bytes) -> None:
         """Publish a first manifest. A link, unlike a rename, fails if another host has published in the meantime."""
