@@ -79,17 +79,21 @@ def lora_rules(adapter: str | os.PathLike[str], *, base: str | os.PathLike[str],
         stacked = [axis for axis in ("i", "e") if axis in counted and axis not in captures(target)]
         front = "".join(f"{axis} " for axis in stacked)
         numbers = {axis: rule.numbers.get(axis) or range(rule.sizes[axis]) for axis in counted}
+        modules = [dict(zip(numbers, values, strict=True)) for values in itertools.product(*numbers.values())]
+        adapted = [at for at in modules if f"{_START}{fill_captures(module, at)}.lora_A.weight" in names]
+        if stacked or not adapted:  # layers are stacked only if the adapter has all of them
+            adapted = modules
         groups: dict[tuple[int, float], list[dict[str, int]]] = {}
-        for values in itertools.product(*numbers.values()):
-            at = dict(zip(numbers, values, strict=True))
-            settings = _settings(fill_captures(module, at), config)
-            groups.setdefault(settings, []).append(at)
+        for at in adapted:
+            groups.setdefault(_settings(fill_captures(module, at), config), []).append(at)
+        is_partial = len(groups) > 1 or len(adapted) < len(modules)
         for (rank, scale), group in groups.items():
-            own = {axis: [*dict.fromkeys(at[axis] for at in group)] for axis in counted} if len(groups) > 1 else {}
+            own = {axis: [*dict.fromkeys(at[axis] for at in group)] for axis in counted} if is_partial else {}
             if math.prod(map(len, own.values())) not in (1, len(group)) or any(axis in stacked for axis in own):
                 raise InputError(
                     f"rank_pattern or alpha_pattern in {_CONFIG} of {os.fspath(adapter)} differs between the modules of"
-                    f" {source}, for which there are no rules: merge_lora merges such an adapter"
+                    f" {source}, or only some are adapted, for which there are no rules: merge_lora merges such an"
+                    " adapter"
                 )
             for letter, sides, factor in (("A", "r k -> {}k r", 1.0), ("B", "k r -> {}r k", scale)):
                 rules.append(

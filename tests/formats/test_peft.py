@@ -185,6 +185,36 @@ def test_settings_of_a_layer_decide_its_scale(adapter: Path) -> None:
     jaxckpt.rules.lora_rules(adapter, base=base, scan=True)
 
 
+@pytest.mark.parametrize("patterns", [{}, PATTERNS])
+def test_an_adapter_of_some_layers_has_rules(patterns: dict[str, Any], adapter: Path, tmp_path: Path) -> None:
+    """As layers_to_transform makes it."""
+    change_config(adapter, layers_to_transform=[1], **patterns)
+    file = adapter / "adapter_model.safetensors"
+    change_tensors(file, lambda t: {name: value for name, value in t.items() if ".layers.1." in name})
+    rules = jaxckpt.rules.lora_rules(adapter, base=BASES / "llama")
+    tree = jaxckpt.load_numpy(file, rename=rules)
+    assert tree["layers"].keys() == {"1"}
+    merged, plain = (
+        jaxckpt.load_numpy(source, rename=jaxckpt.rules.huggingface_rules(BASES / "llama"))["layers"]["1"]["attn"]
+        for source in (jaxckpt.formats.merge_lora(BASES / "llama", adapter), BASES / "llama")
+    )
+    for name in "qo":
+        lora, kernel = tree["layers"]["1"]["attn"][name]["lora"], plain[name]["kernel"]
+        delta = (lora["lora_a"] @ lora["lora_b"]).reshape(kernel.shape)
+        np.testing.assert_allclose(merged[name]["kernel"], kernel + delta, atol=1e-6)
+    jaxckpt.save(tmp_path / "lora", tree)
+    jaxckpt.convert(tmp_path / "lora", tmp_path / "back.safetensors", rename=rules.inverse())
+    expected = jaxckpt.load_numpy(file)
+    back = jaxckpt.load_numpy(tmp_path / "back.safetensors")
+    assert back.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(back[name], expected[name], rtol=2e-7)
+    scanned = jaxckpt.rules.lora_rules(adapter, base=BASES / "llama", scan=True) if not patterns else None
+    if scanned:
+        with pytest.raises(jaxckpt.MismatchError, match=r"\{i\} must be 0 to 1; missing: 0"):
+            jaxckpt.load_numpy(file, rename=scanned)
+
+
 def test_a_rank_that_the_configuration_does_not_have_is_an_error(adapter: Path) -> None:
     base = BASES / "llama"
     change_config(adapter, r=8)
