@@ -12,13 +12,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from jaxckpt._formats.huggingface import huggingface_rules, read_config, tensor_names
 from jaxckpt._formats.index_files import convert_checked, reads_files
+from jaxckpt._formats.model_families import FAMILIES
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box
@@ -30,7 +31,7 @@ from jaxckpt._rules.mapped_data import ComputedData
 from jaxckpt._rules.rule import Rule, captures, fill_captures, matching_paths, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Replicas
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import DataError, InputError, MismatchError, Problem
@@ -78,17 +79,21 @@ def lora_rules(adapter: str | os.PathLike[str], *, base: str | os.PathLike[str],
         stacked = [axis for axis in ("i", "e") if axis in counted and axis not in captures(target)]
         front = "".join(f"{axis} " for axis in stacked)
         numbers = {axis: rule.numbers.get(axis) or range(rule.sizes[axis]) for axis in counted}
+        modules = [dict(zip(numbers, values, strict=True)) for values in itertools.product(*numbers.values())]
+        adapted = [at for at in modules if f"{_START}{fill_captures(module, at)}.lora_A.weight" in names]
+        if stacked or not adapted:  # layers are stacked only if the adapter has all of them
+            adapted = modules
         groups: dict[tuple[int, float], list[dict[str, int]]] = {}
-        for values in itertools.product(*numbers.values()):
-            at = dict(zip(numbers, values, strict=True))
-            settings = _settings(fill_captures(module, at), config)
-            groups.setdefault(settings, []).append(at)
+        for at in adapted:
+            groups.setdefault(_settings(fill_captures(module, at), config), []).append(at)
+        is_partial = len(groups) > 1 or len(adapted) < len(modules)
         for (rank, scale), group in groups.items():
-            own = {axis: [*dict.fromkeys(at[axis] for at in group)] for axis in counted} if len(groups) > 1 else {}
+            own = {axis: [*dict.fromkeys(at[axis] for at in group)] for axis in counted} if is_partial else {}
             if math.prod(map(len, own.values())) not in (1, len(group)) or any(axis in stacked for axis in own):
                 raise InputError(
                     f"rank_pattern or alpha_pattern in {_CONFIG} of {os.fspath(adapter)} differs between the modules of"
-                    f" {source}, for which there are no rules: merge_lora merges such an adapter"
+                    f" {source}, or only some are adapted, for which there are no rules: merge_lora merges such an"
+                    " adapter"
                 )
             for letter, sides, factor in (("A", "r k -> {}k r", 1.0), ("B", "k r -> {}r k", scale)):
                 rules.append(
@@ -112,7 +117,8 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
 
     Pass the result to `convert`, `restore` or `load_numpy`, with the rules for `base`. Merged weights are computed in
     float32 and rounded once to the dtype of the base, which must not be quantized. Tensors of `modules_to_save` replace
-    those of the base, in its dtype.
+    those of the base, in its dtype. If config.json of the base names no family that jaxckpt knows, `fan_in_fan_out` of
+    the adapter decides whether square weights are [in, out].
 
     Args:
         base: The folder of the base model.
@@ -120,7 +126,8 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
 
     Raises:
         MismatchError: A tensor of the adapter fits no tensor of the base, or its rank is not that of the
-            configuration; one error lists them.
+            configuration, or it changes one of embedding and head, which are one tensor in the base; one error lists
+            them. A read raises it if such an adapter has both, and they differ.
         InputError: As `lora_rules`.
         Exception: As `jaxckpt.open`.
     """
@@ -132,31 +139,38 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
     pairs: dict[str, dict[str, ForeignArray]] = {}
     problems: list[Problem] = []
     replaced: dict[str, str] = {}
+    model = _base_config(source)
+    names = {path: _base_name(path) for path in lora.paths}
+    tied = {path: lora.array(path) for path in lora.paths if _is_tied(model) and _TIED.fullmatch(names[path])}
+    tied_data = _TiedData("", {path: array.data for path, array in tied.items()})
+    are_equal = (  # as far as can be said before they are read
+        len({(array.dtype, array.shape) for array in tied.values()}) == 1
+        and any(_HEAD.fullmatch(names[path]) for path in tied)
+        and any(names[path] in tensors and not _HEAD.fullmatch(names[path]) for path in tied)
+    )
     for path in lora.paths:
-        match, value = _TENSOR.fullmatch(path), lora.array(path)
-        module = match[1] if match else re.sub(r"\.(modules_to_save|base_layer)\b", "", path.removeprefix(_START))
-        name = f"{module}.weight" if match else module
+        match, name, value = _TENSOR.fullmatch(path), names[path], lora.array(path)
         tensor = tensors.get(name)
         if ".lora_" in path and match is None:
             problems.append(Problem(path, "is not a tensor of LoRA that jaxckpt can merge"))
+        elif path in tied and not are_equal:
+            problems.append(Problem(path, _UNTIED))
+        elif path in tied and tensor is None:
+            continue  # a head that the base does not repeat: compared when the embedding is read
         elif not isinstance(tensor, ForeignArray) or not path.startswith(_START):
             problems.append(Problem(path, f"has no tensor {name!r} in the base"))
         elif tensor.dtype not in _WEIGHTS:
             problems.append(Problem(path, f"is for {name!r} of dtype {tensor.dtype}: jaxckpt merges no quantized base"))
         elif match:
-            pairs.setdefault(module, {})[match[2]] = value
+            pairs.setdefault(match[1], {})[match[2]] = value
         elif name in replaced or value.shape != tensor.shape:
             problems.append(Problem(path, f"cannot replace {name!r} of shape {list(tensor.shape)}"))
         else:  # of modules_to_save, or a targeted embedding or head, which PEFT saves too
             replaced[name] = path
-            tensors[name] = replace(tensor, data=_CastData(value))
-    model = _base_config(source)
-    family = model.get("model_type")
-    has_conv1d = bool(config.fan_in_fan_out) if family is None else family in _CONV1D
-    if model.get("tie_word_embeddings") and not config.ensure_weight_tying:
-        changed = [*replaced.items(), *((f"{module}.weight", f"{_START}{module}.lora_A.weight") for module in pairs)]
-        reason = "is for an embedding or head that are one tensor in the base, and PEFT trained it as two"
-        problems += [Problem(path, reason) for name, path in changed if _TIED.search(name)]
+            new = replace(value, data=tied_data) if path in tied else value
+            tensors[name] = replace(tensor, data=_CastData(new))
+    squares: list[str] = []
+    sides_of_others: set[bool] = set()
     for module, pair in pairs.items():
         name, (rank, scale) = f"{module}.weight", _settings(module, config)
         path = f"{_START}{module}.lora_{min(pair)}.weight"
@@ -171,8 +185,18 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
         elif name in replaced and ".base_layer." not in replaced[name]:
             problems.append(Problem(replaced[name], "replaces a tensor into which the adapter is merged"))
         else:
-            is_transposed = has_conv1d if all(fits) else fits[1]  # a square weight fits both ways
+            is_transposed = fits[1]
+            if not all(fits):
+                sides_of_others.add(is_transposed)
+            elif (is_known := _is_conv1d(module, model)) is None:  # a square weight fits both ways
+                is_transposed = bool(config.fan_in_fan_out)
+                squares.append(path)
+            else:
+                is_transposed = is_known
             tensors[name] = replace(tensor, data=_MergedData(tensor, a, b, scale, is_transposed))
+    if sides_of_others - {bool(config.fan_in_fan_out)}:
+        reason = f"is for a square weight, and fan_in_fan_out in {_CONFIG} is not that of the other weights"
+        problems += [Problem(path, reason) for path in squares]
     if not lora.paths:
         raise InputError(f"the adapter {os.fspath(adapter)} has no tensors")
     if problems:
@@ -184,10 +208,46 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
 _WEIGHTS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes of weights that are not quantized."""
 
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""The families whose weights are [in, out]. PEFT, too, follows the base, and not `fan_in_fan_out`."""
+_CONV1D_FAMILIES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp_decoder"}
+"""The families with weights that are [in, out]. PEFT, too, follows the base, and not `fan_in_fan_out`."""
 
-_TIED = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|shared|lm_head)\.weight")
+_CONV1D = re.compile(r"(.*\.)?(c_attn|q_attn|c_proj|c_fc)")
+"""The modules with such weights. Others of these families, such as heads, have [out, in]."""
+
+_TIED = re.compile(
+    r"(.+\.)?(embed_tokens|wte|word_embeddings?|shared|tokens_embed|tok_embeddings|embed_in|embeddings?"
+    r"|lm_head|generator_lm_head|proj_out|embed_out|decoder)\.weight"
+)
+_HEAD = re.compile(r"(.+\.)?(lm_head|generator_lm_head|proj_out|embed_out|decoder)\.weight")
+_UNTIED = "is for an embedding or head that are one tensor in the base, and PEFT trained it as two"
+
+
+def _base_name(path: str) -> str:
+    """The name of the tensor of the base that a tensor of an adapter changes."""
+    if match := _TENSOR.fullmatch(path):
+        return f"{match[1]}.weight"
+    return re.sub(r"\.(modules_to_save|base_layer)\b", "", path.removeprefix(_START))
+
+
+def _is_conv1d(module: str, model: Mapping[str, Any]) -> bool | None:
+    """Whether the weight of a module is [in, out]; None if the configuration of the base does not decide that."""
+    if any(part.get("model_type") in _CONV1D_FAMILIES for part in _configs(model)):
+        return _CONV1D.fullmatch(module) is not None
+    return False if model.get("model_type") in FAMILIES else None
+
+
+def _is_tied(model: Mapping[str, Any]) -> bool:
+    """Whether the embedding is also the head. Older versions of transformers write `tie_word_embeddings` if false."""
+    said = [part["tie_word_embeddings"] for part in _configs(model) if "tie_word_embeddings" in part]
+    return bool(model.get("model_type")) and bool(model.get("tie_word_embeddings", any(said) or not said))
+
+
+def _configs(model: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """A configuration, and those of its parts, such as of text_config."""
+    yield model
+    for part in model.values():
+        if isinstance(part, dict):
+            yield from _configs(cast("dict[str, Any]", part))
 
 
 def _base_config(base: Source) -> Mapping[str, Any]:
@@ -196,6 +256,14 @@ def _base_config(base: Source) -> Mapping[str, Any]:
         return read_config(base.url)
     except DataError:
         return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _TiedData(Replicas):
+    """The embedding and the head of an adapter, for a base in which they are one tensor. They must be equal."""
+
+    def difference(self, first: str, other: str, box: Box) -> MismatchError:
+        return MismatchError.of(f"{other} differs: the adapter does not fit its base", [Problem(first, _UNTIED)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +329,6 @@ class _Adapter(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, _Alpha] | None = None
     use_rslora: bool | None = None
     fan_in_fan_out: bool | None = None
-    ensure_weight_tying: bool | None = None
     target_modules: str | list[str] | None = None
     """A regular expression, or the ends of names."""
 
@@ -295,7 +362,8 @@ def _adapter_config(adapter: str | os.PathLike[str]) -> _Adapter:
     where = os.path.join(os.fspath(adapter), _CONFIG)
     record = convert_checked(where, config, _Adapter)
     targets = [record.target_modules] if isinstance(record.target_modules, str) else []
-    for pattern in (*(record.rank_pattern or ()), *(record.alpha_pattern or ()), *targets):
+    patterns = [_key_pattern(key) for key in (*(record.rank_pattern or ()), *(record.alpha_pattern or ()))]
+    for pattern in (*patterns, *targets):
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
@@ -313,8 +381,14 @@ def _settings(module: str, config: _Adapter) -> tuple[int, float]:
 
 
 def _setting(module: str, patterns: Mapping[str, _Number] | None, default: _Number) -> _Number:
-    matches = (value for key, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({key})", module))
-    return next(matches, default)
+    patterns = patterns or {}
+    matches = (value for key, value in patterns.items() if re.fullmatch(_key_pattern(key), module))
+    return next(matches, patterns.get(module, default))  # a name with signs of a regular expression may not match it
+
+
+def _key_pattern(key: str) -> str:
+    """The regular expression that PEFT makes of a key of `rank_pattern` or `alpha_pattern`."""
+    return rf"(.*\.)?({key})"
 
 
 def _is_target(module: str, config: _Adapter) -> bool:

@@ -185,6 +185,36 @@ def test_settings_of_a_layer_decide_its_scale(adapter: Path) -> None:
     jaxckpt.rules.lora_rules(adapter, base=base, scan=True)
 
 
+@pytest.mark.parametrize("patterns", [{}, PATTERNS])
+def test_an_adapter_of_some_layers_has_rules(patterns: dict[str, Any], adapter: Path, tmp_path: Path) -> None:
+    """As layers_to_transform makes it."""
+    change_config(adapter, layers_to_transform=[1], **patterns)
+    file = adapter / "adapter_model.safetensors"
+    change_tensors(file, lambda t: {name: value for name, value in t.items() if ".layers.1." in name})
+    rules = jaxckpt.rules.lora_rules(adapter, base=BASES / "llama")
+    tree = jaxckpt.load_numpy(file, rename=rules)
+    assert tree["layers"].keys() == {"1"}
+    merged, plain = (
+        jaxckpt.load_numpy(source, rename=jaxckpt.rules.huggingface_rules(BASES / "llama"))["layers"]["1"]["attn"]
+        for source in (jaxckpt.formats.merge_lora(BASES / "llama", adapter), BASES / "llama")
+    )
+    for name in "qo":
+        lora, kernel = tree["layers"]["1"]["attn"][name]["lora"], plain[name]["kernel"]
+        delta = (lora["lora_a"] @ lora["lora_b"]).reshape(kernel.shape)
+        np.testing.assert_allclose(merged[name]["kernel"], kernel + delta, atol=1e-6)
+    jaxckpt.save(tmp_path / "lora", tree)
+    jaxckpt.convert(tmp_path / "lora", tmp_path / "back.safetensors", rename=rules.inverse())
+    expected = jaxckpt.load_numpy(file)
+    back = jaxckpt.load_numpy(tmp_path / "back.safetensors")
+    assert back.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(back[name], expected[name], rtol=2e-7)
+    scanned = jaxckpt.rules.lora_rules(adapter, base=BASES / "llama", scan=True) if not patterns else None
+    if scanned:
+        with pytest.raises(jaxckpt.MismatchError, match=r"\{i\} must be 0 to 1; missing: 0"):
+            jaxckpt.load_numpy(file, rename=scanned)
+
+
 def test_a_rank_that_the_configuration_does_not_have_is_an_error(adapter: Path) -> None:
     base = BASES / "llama"
     change_config(adapter, r=8)
@@ -273,16 +303,122 @@ def test_saved_modules_have_the_dtype_of_the_base_and_may_be_adapted(adapter: Pa
     np.testing.assert_allclose(tree["head"]["kernel"].astype(np.float32), expected.T, rtol=1e-2)
 
 
-def test_an_adapter_of_an_embedding_that_is_also_the_head_is_an_error(tmp_path: Path) -> None:
-    """PEFT trains the embedding alone, and in the merged model it would also be the head."""
-    adapter = shutil.copytree(DATA / "peft" / "gpt2", tmp_path / "adapter")
-    new = {"base_model.model.transformer.wte.weight": np.ones((24, 16), np.float32)}
+WTE, HEAD = "transformer.wte", "lm_head"
+
+
+def embedding_adapter(folder: Path, tensors: dict[str, Any]) -> Path:
+    adapter = shutil.copytree(DATA / "peft" / "gpt2", folder / "adapter")
+    new = {f"base_model.model.{name}": value for name, value in tensors.items()}
     change_tensors(adapter / "adapter_model.safetensors", lambda t: {**t, **new})
-    with pytest.raises(jaxckpt.MismatchError, match=r"wte\.weight' is for an embedding or head that are one tensor"):
-        jaxckpt.formats.merge_lora(BASES / "gpt2", adapter)
-    change_config(adapter, ensure_weight_tying=True)
-    merged = jaxckpt.load_numpy(jaxckpt.formats.merge_lora(BASES / "gpt2", adapter), select="transformer.wte.weight")
-    np.testing.assert_array_equal(merged["transformer.wte.weight"], np.ones((24, 16)))
+    return adapter
+
+
+@pytest.mark.parametrize("name", [f"{WTE}.weight", f"{WTE}.modules_to_save.weight", f"{HEAD}.weight"])
+@pytest.mark.parametrize("is_said", [True, False])
+def test_an_adapter_of_an_embedding_that_is_also_the_head_is_an_error(name: str, is_said: bool, tmp_path: Path) -> None:
+    """PEFT trains one of the two, even if `ensure_weight_tying` is set and it does not know the embedding's name."""
+    base = base_copy(tmp_path / "base", "gpt2", dict)
+    config = json.loads((base / "config.json").read_text())
+    if not is_said:  # as in the files of older versions of transformers, because it is the default
+        assert config.pop("tie_word_embeddings")
+        (base / "config.json").write_text(json.dumps(config))
+    adapter = embedding_adapter(tmp_path, {name: np.ones((24, 16), np.float32)})
+    for flag in (False, True):
+        change_config(adapter, ensure_weight_tying=flag)
+        with pytest.raises(jaxckpt.MismatchError, match=rf"{name}' is for an embedding or head that are one tensor"):
+            jaxckpt.formats.merge_lora(base, adapter)
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    if name != f"{HEAD}.weight":
+        merged = jaxckpt.load_numpy(jaxckpt.formats.merge_lora(base, adapter), select=f"{WTE}.weight")
+        np.testing.assert_array_equal(merged[f"{WTE}.weight"], np.ones((24, 16)))
+
+
+def test_an_embedding_that_peft_tied_to_the_head_is_merged(tmp_path: Path) -> None:
+    """PEFT then saves both."""
+    new = np.random.default_rng(0).standard_normal((24, 16), np.float32)
+    adapter = embedding_adapter(tmp_path, {f"{WTE}.weight": new, f"{HEAD}.weight": new})
+    merged = jaxckpt.formats.merge_lora(BASES / "gpt2", adapter)
+    tree = jaxckpt.load_numpy(merged)
+    assert tree.keys() == jaxckpt.load_numpy(BASES / "gpt2").keys()
+    np.testing.assert_array_equal(tree[f"{WTE}.weight"], new)
+    for other, said in ((new + 1, "one tensor in the base"), (new[:20], "one tensor in the base")):
+        change_tensors(
+            adapter / "adapter_model.safetensors",
+            lambda t, other=other: {**t, f"base_model.model.{HEAD}.weight": other.copy()},
+        )
+        with pytest.raises(jaxckpt.MismatchError, match=said):
+            jaxckpt.load_numpy(jaxckpt.formats.merge_lora(BASES / "gpt2", adapter))
+
+
+def square_model(
+    folder: Path, config: dict[str, Any] | None, modules: dict[str, tuple[int, int]]
+) -> Callable[..., Any]:
+    """A base with these weights and an adapter of all of them. Returns a function that merges them.
+
+    It returns, for each module, whether the delta is B A, and not its transpose.
+    """
+    (folder / "base").mkdir()
+    (folder / "adapter").mkdir()
+    rng = np.random.default_rng(0)
+    weights = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in modules.items()}
+    safetensors.numpy.save_file(weights, folder / "base/model.safetensors")
+    if config is not None:
+        (folder / "base/config.json").write_text(json.dumps(config))
+    sides = {
+        name: shape if "conv" not in name and ".c_" not in name else shape[::-1] for name, shape in modules.items()
+    }
+    a = {name: rng.standard_normal((2, size), np.float32) for name, (_, size) in sides.items()}
+    b = {name: rng.standard_normal((size, 2), np.float32) for name, (size, _) in sides.items()}
+    adapter = {f"base_model.model.{name}.lora_{x}.weight": t[name] for x, t in (("A", a), ("B", b)) for name in modules}
+    safetensors.numpy.save_file(adapter, folder / "adapter/adapter_model.safetensors")
+
+    def merge(**settings: Any) -> dict[str, bool]:
+        record = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, **settings}
+        (folder / "adapter/adapter_config.json").write_text(json.dumps(record))
+        merged = jaxckpt.load_numpy(jaxckpt.formats.merge_lora(folder / "base", folder / "adapter"))
+        deltas = {name: (merged[f"{name}.weight"], b[name] @ a[name]) for name in modules}
+        return {name: x.shape == y.shape and bool(np.allclose(x, y)) for name, (x, y) in deltas.items()}
+
+    return merge
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("config", [
+    {"model_type": "vision-encoder-decoder", "encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}},
+    {"model_type": "clvp", "decoder_config": {"model_type": "clvp_decoder"}},
+    {"model_type": "gpt2", "tie_word_embeddings": False},
+])  # fmt: skip
+def test_each_module_decides_whether_its_square_weight_is_transposed(
+    config: dict[str, Any], flag: bool, tmp_path: Path
+) -> None:
+    """GPT-2 may be a part of the base, and its heads are [out, in]."""
+    config = {"tie_word_embeddings": False, **config}
+    merge = square_model(
+        tmp_path, config, {"encoder.query": (4, 4), "decoder.h.0.attn.c_proj": (4, 4), "score": (4, 4)}
+    )
+    assert merge(fan_in_fan_out=flag) == {"encoder.query": True, "decoder.h.0.attn.c_proj": False, "score": True}
+
+
+@pytest.mark.parametrize("config", [None, {"model_type": "mine"}])
+def test_square_weights_of_an_unknown_family_follow_fan_in_fan_out_unless_others_contradict(
+    config: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "linear").mkdir()
+    (tmp_path / "conv").mkdir()
+    assert all(square_model(tmp_path / "linear", config, {"a": (4, 4), "b": (4, 6)})().values())
+    merge = square_model(tmp_path / "conv", config, {"conv1": (4, 4), "conv2": (4, 6)})
+    assert not any(merge(fan_in_fan_out=True).values())
+    with pytest.raises(jaxckpt.MismatchError, match=r"conv1.* is for a square weight, and fan_in_fan_out"):
+        merge(fan_in_fan_out=False)
+
+
+def test_a_name_that_is_no_regular_expression_of_itself_has_its_settings(tmp_path: Path) -> None:
+    """PEFT looks it up."""
+    merge = square_model(tmp_path, None, {"m.a+b": (4, 6), "m.c": (4, 6)})
+    assert all(merge().values())
+    assert merge(alpha_pattern={"m.a+b": 6}) == {"m.a+b": False, "m.c": True}
+    with pytest.raises(jaxckpt.errors.DataError, match="has the regular expression"):
+        merge(alpha_pattern={"(?i)C": 6})  # which PEFT writes behind others
 
 
 @pytest.mark.parametrize("flag", [False, True])
