@@ -338,13 +338,16 @@ class Rendezvous:
         call = self.call
         if not call.watchdog.is_exchanging:
             return None
+        seconds = self._timeout_seconds(has_joined=True)
         if call.index != 0:
-            posted = map(json.loads, self._read_posted("out").values())
-            failures = [message for message in posted if "error" in message]
+            try:
+                posted = map(json.loads, self._read_posted("out").values())
+                failures = [message for message in posted if "error" in message]
+            except PeerFailedError:  # the service does not answer
+                failures = self._timeout_failures({0: seconds}, {0: None})
         else:
             silence = silence or _Silence(range(1, call.count))
             silence.note(self._read_posted("beat"))
-            seconds = self._timeout_seconds(has_joined=True)
             silent = dict.fromkeys(silence.longer_than(dict.fromkeys(range(1, call.count), seconds)), seconds)
             failures = self._timeout_failures(silent, silence.beats)
             failed = [message for message in map(json.loads, self._read_posted("in").values()) if "error" in message]
