@@ -203,9 +203,16 @@ def _verify_steps(
     """One report on all steps of a run, without steps that are deleted in the meantime."""
     reports: list[tuple[str, VerifyReport]] = []
     for step in steps:
-        with contextlib.suppress(NotACheckpointError):
-            name = step.rpartition("/")[2]
+        name = step.rpartition("/")[2]
+        try:
             reports.append((name, _verify(step, quick, options, executor, name)))
+        except NotACheckpointError:
+            pass
+        except StorageError as error:
+            if error.errno != errno.EACCES:
+                raise
+            problem = Problem(None, f"cannot be read: {error.strerror}", object=step)
+            reports.append((name, VerifyReport(step, quick, (problem,), 0, 0, 0)))
     return VerifyReport(
         path=path,
         quick=quick,

@@ -65,6 +65,7 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
         start_thread(
             functools.partial(_renew, folder, name, term_seconds, stop, write_lock, token_ref), "jaxckpt-lease"
         )
+        _release_at_exit()
         _held[name] = functools.partial(_release, folder, name, stop, write_lock)
         _require_not_deleted(run, folder, step)
         yield
@@ -86,7 +87,12 @@ def _release_all() -> None:
         run_to_the_end(release, _DELETION_SECONDS)
 
 
-finish_at_exit(_release_all)
+@functools.cache
+def _release_at_exit() -> None:
+    """Only when a lease is held, so that deletions, which respect leases, finish before."""
+    finish_at_exit(_release_all)
+
+
 os.register_at_fork(after_in_child=_held.clear)
 
 

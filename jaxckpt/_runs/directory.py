@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import functools
 import hashlib
 import json
@@ -177,7 +178,9 @@ class Directory:
     def _manifest(self, step: int) -> Manifest | None:
         try:
             return manifest_of(self.child(step))
-        except CorruptError as error:
+        except (CorruptError, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno != errno.EACCES:
+                raise  # it may pass
             _log.warning("step %d does not count for the rules: %s", step, error)
             return None
 

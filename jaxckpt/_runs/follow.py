@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import weakref
@@ -122,17 +123,21 @@ _open = weakref.WeakSet[Generator[Step]]()
 
 def close_at_exit(steps: Generator[Step]) -> Generator[Step]:
     """The same generator. Python would free it so late that it could not release its lease."""
+    _close_at_exit()
     _open.add(steps)
     return steps
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Only when a run is followed, so that deletions, which respect leases, finish before."""
+    finish_at_exit(_close_all)
 
 
 def _close_all() -> None:
     for steps in [*_open]:
         with contextlib.suppress(ValueError):  # another thread runs it
             steps.close()
-
-
-finish_at_exit(_close_all)
 
 
 def follow_steps(

@@ -761,6 +761,8 @@ class Folder:
                 return False if error.errno in UNLISTABLE else error
             except CorruptError:  # such as a link that leads nowhere: its reader gets the error
                 return True
+        except PermissionError:  # its reader gets the error, too, and the others are not concerned
+            return True
         except OSError as error:
             return StorageError(error.errno, f"cannot look at {self.url}/{name}/{MANIFEST}: {error.strerror}")
         return True

@@ -124,7 +124,7 @@ def test_some_are_stopped(fault: Fault, run_processes: RunProcesses, tmp_path: P
     args = {**places(tmp_path), "rounds": rounds, "timeout": TIMEOUT}
     program, seconds = PROGRAMS / "peers_stopped.py", 60 + 20 * len(rounds)
     done = run_processes(program, processes=PEERS, devices_per_process=1, args=args, timeout=seconds, check=False)
-    # After all rounds, a thread may still be in an exchange that JAX never ends. Then JAX aborts when the program exits.
+    # A thread may still be in an exchange that JAX never ends. Then JAX aborts when the program exits.
     assert {one.returncode for one in done} <= {0, -6}, "\n".join(map(str, done))
     for number, ((phase, who), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
         said = [entry["said"] for process, entry in enumerate(every) if process not in who]

@@ -214,3 +214,35 @@ def test_a_step_in_a_folder_that_may_not_be_listed(hidden: str, tmp_path: Path) 
     (folder,) = (tmp_path / "run").glob(hidden)
     folder.chmod(0)
     assert "40" in run_python(NOBODY, args=[str(tmp_path / "run")])
+
+
+OLD_STEP = """
+import os, sys
+import jax.numpy as jnp
+import jaxckpt
+
+os.setegid(65534)
+os.seteuid(65534)
+with jaxckpt.Checkpointer(sys.argv[1], keep_last=2) as checkpoints:
+    last, state = checkpoints.restore_or_init(lambda: {"w": jnp.zeros((64, 8))})
+    assert (last, float(state["w"][0, 0])) == (30, 30.0)
+    for step in (40, 50, 60):
+        checkpoints.save(step, state)
+assert jaxckpt.Run(sys.argv[1]).steps() == [10, 50, 60]
+report = jaxckpt.verify(sys.argv[1])
+assert [problem.object.rpartition("/")[2] for problem in report.problems] == ["00000010"], report
+assert report.leaves == 2
+print("all checks passed")
+"""
+
+
+@pytest.mark.child
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can run a program as another user")
+def test_an_old_step_in_a_folder_that_may_not_be_listed_concerns_no_other(tmp_path: Path) -> None:
+    filled(tmp_path / "run")
+    for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
+        folder.chmod(0o755)
+    for path in (tmp_path / "run", *(tmp_path / "run").rglob("*")):
+        os.chown(path, 65534, 65534)
+    (tmp_path / "run" / "00000010").chmod(0)
+    run_python(OLD_STEP, args=[str(tmp_path / "run")], word="all checks passed")
