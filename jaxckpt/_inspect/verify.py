@@ -650,6 +650,8 @@ def _repair(store: Store, options: Options) -> list[VerifyReport]:
 def _lost_files(source: NativeCheckpoint, content: bytes) -> dict[str, bytes]:
     """The content of lost and damaged files that follows from the manifest: its copy, and each zarr.json."""
     manifest, lost = source.manifest, dict[str, bytes]()
+    if manifest.data_folder not in source.store.names():
+        return lost  # all data is gone
     if _copy_problems(source):
         lost[f"{manifest.data_folder}/{COPY}"] = content
     for record in manifest.stacks:

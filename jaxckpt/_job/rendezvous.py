@@ -324,13 +324,19 @@ class Rendezvous:
                     post = "beat", heartbeat(beats := beats + 1, call.watchdog)
                 if post is None:
                     break
-                self._set(*post)
+                if call.watchdog.is_exchanging:  # an exchange with a process 0 that is suspended would never end
+                    self._request(functools.partial(self._set, *post))
+                else:
+                    self._set(*post)
                 if post[0] == "beat" and call.index == 0 and call.runs_service:
                     self._note_others()
             if beats and call.index != 0:
                 call.client.key_value_delete(self._key_of("beat", call.index))
         except Exception as error:
             self._post_error = error
+            if call.watchdog.is_exchanging and call.index != 0:
+                failures = self._timeout_failures({0: self._timeout_seconds(has_joined=True)}, {0: None})
+                call.watchdog.abandon(combined_error(failures, self.what))
 
     def _watch_exchange(self, silence: _Silence | None) -> _Silence | None:
         """While the lane is in an exchange, end the wait for it if another process has died or has long failed. For the
@@ -338,16 +344,13 @@ class Rendezvous:
         call = self.call
         if not call.watchdog.is_exchanging:
             return None
-        seconds = self._timeout_seconds(has_joined=True)
         if call.index != 0:
-            try:
-                posted = map(json.loads, self._read_posted("out").values())
-                failures = [message for message in posted if "error" in message]
-            except PeerFailedError:  # the service does not answer
-                failures = self._timeout_failures({0: seconds}, {0: None})
+            posted = map(json.loads, self._read_posted("out").values())
+            failures = [message for message in posted if "error" in message]
         else:
             silence = silence or _Silence(range(1, call.count))
             silence.note(self._read_posted("beat"))
+            seconds = self._timeout_seconds(has_joined=True)
             silent = dict.fromkeys(silence.longer_than(dict.fromkeys(range(1, call.count), seconds)), seconds)
             failures = self._timeout_failures(silent, silence.beats)
             failed = [message for message in map(json.loads, self._read_posted("in").values()) if "error" in message]
