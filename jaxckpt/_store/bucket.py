@@ -898,7 +898,9 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         region = environment("AWS_REGION") or environment("AWS_DEFAULT_REGION")
         if endpoint:
             spec["endpoint"] = endpoint.rstrip("/")
-        if region or endpoint:  # without either, tensorstore asks the server for the region first
+        # Without either, tensorstore asks the server for the region first. If it does not answer, tensorstore's threads
+        # that wait for it prevent all later requests of the process.
+        if region or endpoint or "endpoint" in storage:
             spec["aws_region"] = region or "us-east-1"
         if environment("AWS_ACCESS_KEY_ID"):
             spec["aws_credentials"] = {"type": "environment"}
