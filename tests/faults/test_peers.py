@@ -119,13 +119,14 @@ def test_one_dies_while_jax_moves_data(stop: bool, run_processes: RunProcesses, 
 )
 def test_some_are_stopped(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
     victims = ([2], [0], [1, 3], [1, 2, 3])
-    cases = [(phase, who) for who in victims for phase in PHASES if who != [0] or phase != "publishing"]
+    # In an exchange between processes, JAX ends the job: test_one_dies_while_jax_moves_data.
+    phases = [phase for phase, (kind, _) in PHASES.items() if kind not in EXCHANGES]
+    cases = [(phase, who) for who in victims for phase in phases if who != [0] or phase != "publishing"]
     rounds = list(fault.rounds(cases))
     args = {**places(tmp_path), "rounds": rounds, "timeout": TIMEOUT}
-    program, seconds = PROGRAMS / "peers_stopped.py", 60 + 20 * len(rounds)
-    done = run_processes(program, processes=PEERS, devices_per_process=1, args=args, timeout=seconds, check=False)
-    # A thread may still be in an exchange that JAX never ends. Then JAX aborts when the program exits.
-    assert {one.returncode for one in done} <= {0, -6}, "\n".join(map(str, done))
+    done = run_processes(
+        PROGRAMS / "peers_stopped.py", processes=PEERS, devices_per_process=1, args=args, timeout=60 + 20 * len(rounds)
+    )
     for number, ((phase, who), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
         said = [entry["said"] for process, entry in enumerate(every) if process not in who]
         there = every[0]["there"]
