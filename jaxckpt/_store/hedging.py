@@ -24,6 +24,7 @@ import tensorstore as ts
 
 from jaxckpt._pipeline.lane_log import log
 from jaxckpt._pipeline.threads import POLL_SECONDS
+from jaxckpt._pipeline.watchdog import current_watchdog
 
 _Future = ts.Future[ts.KvStore.ReadResult]
 
@@ -60,6 +61,7 @@ class Server:
         self._free_places = [None] * most_running
         self._waiting = deque[weakref.ref[HedgedRead]]()
         self._repeats = _FIRST_REPEATS
+        self._taken = set[weakref.ref[_Place]]()
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_READS))
 
     def add(self, read: HedgedRead) -> None:
@@ -74,7 +76,9 @@ class Server:
             try:
                 self._free_places.pop()
             except IndexError:
-                return
+                if not any([place.leave_if_abandoned() for ref in self._taken.copy() if (place := ref()) is not None]):
+                    return
+                continue
             try:
                 read = self._waiting.popleft()()
             except IndexError:  # another thread was faster
@@ -82,7 +86,9 @@ class Server:
             if read is None:
                 self.free_place()
             else:
-                read.send(_Place(self))
+                place = _Place(self, read)
+                self._taken.add(weakref.ref(place, self._taken.discard))
+                read.send(place)
 
     def free_place(self) -> None:
         self._free_places.append(None)
@@ -106,18 +112,29 @@ class Server:
 
 
 class _Place:
-    """The place of one of the reads that run at a time. Left when its read has ended, is sent again, or is dropped."""
+    """The place of one of the reads that run at a time. Left when its read has ended, is sent again, is dropped, or
+    belongs to an abandoned call, whose threads and errors may hold it for long."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, read: HedgedRead) -> None:
         self._servers = [server]
+        self._read = weakref.ref(read)
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
+        """Returns whether it was not left before."""
         try:
             server = self._servers.pop()
         except IndexError:
-            return
+            return False
         server.free_place()
         server.send_next()
+        return True
+
+    def leave_if_abandoned(self) -> bool:
+        read = self._read()
+        if read is None or read.watchdog is None or not read.watchdog.is_abandoned:
+            return False
+        read.cancel()
+        return self.leave()
 
     __del__ = leave
 
@@ -151,6 +168,7 @@ class HedgedRead:
         self._key = key
         self._byte_range = byte_range
         self._n_bytes = n_bytes
+        self.watchdog = current_watchdog()
         self._sent_at = math.inf
         self._place: _Place | None = None
         self._running: list[_Future] = []
@@ -181,6 +199,8 @@ class HedgedRead:
         """Wait for the first answer. Raises the error of the last request if none has an answer, and TimeoutError."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self._answer is None:
+            if self._place is None and not self._is_repeated:
+                self._keys.server.send_next()  # a call may have been abandoned
             now, server = time.monotonic(), self._keys.server
             patience = server.patience_seconds(self._n_bytes)
             late_at = self._sent_at + patience
