@@ -128,7 +128,7 @@ _workers, _background, _waiting = _new_workers()
 
 
 def replace_workers() -> None:
-    """Start new threads for the next work, because the present ones may hang. Those that do not end after their work."""
+    """Start new threads for the next work, because the present ones may hang. Those that do not hang end."""
     abandoned = _workers, _background, _waiting
     _forget_workers()
     for workers in abandoned:

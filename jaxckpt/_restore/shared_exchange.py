@@ -46,7 +46,7 @@ from jaxckpt._restore.shared_reads import (
     take_over,
 )
 from jaxckpt._sources.source import Source
-from jaxckpt.errors import PeersDisagreeError
+from jaxckpt.errors import PeersDisagreeError, StorageError
 
 _LATE = 1.5
 """A process is late if its reads of a round take this many times as long as those of each process that is done with
@@ -211,7 +211,9 @@ def _decide(gathered: Sequence[tuple[bool, Sequence[Sequence[Any]]]], stuck: Seq
     done = [process for process in range(len(states)) if process not in late]
 
     def is_too_late(process: int) -> bool:
-        compared = [seconds[other] for other in done if seconds[other] and n_bytes[other] >= _COMPARED * n_bytes[process]]
+        compared = [
+            seconds[other] for other in done if seconds[other] and n_bytes[other] >= _COMPARED * n_bytes[process]
+        ]
         return process in stuck or seconds[process] >= _LATE * max(compared, default=_UNCOMPARED_SECONDS)
 
     too_late = [process for process in late if done and is_too_late(process)]
@@ -231,10 +233,14 @@ class _OwnReads:
         self._task = start(self._await_all, watchdog) if watchdog else None
 
     def _await_all(self) -> None:
-        for _, pending in self._reads:
-            pending.wait()
-            self._n_read += 1
-            self._ended = time.monotonic()
+        try:
+            for _, pending in self._reads:
+                pending.wait()
+                self._n_read += 1
+                self._ended = time.monotonic()
+        except StorageError:  # its traceback would hold the reads
+            if self._watchdog is None or not self._watchdog.is_abandoned:
+                raise
 
     def abandon(self) -> None:
         """Let others read what is left. The reads leave the places that they take at the store."""
@@ -363,7 +369,9 @@ class _Community:
         """Start to read these portions of this process into its bytes of the round."""
         if not portions:
             return _OwnReads()
-        watchdog = PartWatchdog(current_watchdog())
+        whole = current_watchdog()
+        assert whole is not None, "not in a lane"
+        watchdog = PartWatchdog(whole)
         boxes: dict[int, list[list[Box]]] = {}
         for portion in portions:
             boxes.setdefault(portion.step.stack, []).append(portion.read.boxes)

@@ -10,6 +10,7 @@ tensorstore reads parts of objects itself. Those requests are not among these: t
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import math
@@ -25,6 +26,7 @@ import tensorstore as ts
 from jaxckpt._pipeline.lane_log import log
 from jaxckpt._pipeline.threads import POLL_SECONDS
 from jaxckpt._pipeline.watchdog import current_watchdog
+from jaxckpt.errors import StorageError
 
 _Future = ts.Future[ts.KvStore.ReadResult]
 
@@ -58,6 +60,10 @@ class Server:
     def __init__(self, most_running: int) -> None:
         """`most_running`: how many reads run at a time. If tensorstore did the waiting, it would count as time without
         an answer."""
+        self.generation = 0
+        """Changes when reads were abandoned: tensorstore counts their requests for up to 30 s, even canceled ones."""
+
+        self.most_running = most_running
         self._free_places = [None] * most_running
         self._waiting = deque[weakref.ref[HedgedRead]]()
         self._repeats = _FIRST_REPEATS
@@ -76,14 +82,15 @@ class Server:
             try:
                 self._free_places.pop()
             except IndexError:
-                if not any([place.leave_if_abandoned() for ref in self._taken.copy() if (place := ref()) is not None]):
+                places = [place for ref in self._taken.copy() if (place := ref()) is not None]
+                if not sum(place.leave_if_abandoned() for place in places):
                     return
                 continue
             try:
                 read = self._waiting.popleft()()
             except IndexError:  # another thread was faster
                 read = None
-            if read is None:
+            if read is None or read.is_abandoned:
                 self.free_place()
             else:
                 place = _Place(self, read)
@@ -131,9 +138,9 @@ class _Place:
 
     def leave_if_abandoned(self) -> bool:
         read = self._read()
-        if read is None or read.watchdog is None or not read.watchdog.is_abandoned:
+        if read is None or not read.is_abandoned:
             return False
-        read.cancel()
+        read.drop()
         return self.leave()
 
     __del__ = leave
@@ -143,7 +150,8 @@ class _Place:
 class HedgedKeys:
     """The keys of a store, for reading."""
 
-    keys: ts.KvStore
+    open: Callable[[], ts.KvStore]
+    """Opens the keys."""
 
     open_spare: Callable[[], ts.KvStore]
     """Opens the same keys with a limit of its own on the requests at a time. In the other limit, requests without an
@@ -168,7 +176,7 @@ class HedgedRead:
         self._key = key
         self._byte_range = byte_range
         self._n_bytes = n_bytes
-        self.watchdog = current_watchdog()
+        self._watchdog = current_watchdog()
         self._sent_at = math.inf
         self._place: _Place | None = None
         self._running: list[_Future] = []
@@ -176,15 +184,20 @@ class HedgedRead:
         self._answer: _Future | None = None
         self._is_repeated = False
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nothing waits any more for the call that reads."""
+        return self._watchdog is not None and self._watchdog.is_abandoned
+
     def send(self, place: _Place) -> None:
         """Send the read for the first time."""
         self._place = place
         self._sent_at = time.monotonic()
-        self._request(self._keys.keys, place)
+        self._request(self._keys.open, place)
 
-    def _request(self, keys: ts.KvStore, place: _Place) -> None:
+    def _request(self, open_keys: Callable[[], ts.KvStore], place: _Place) -> None:
         try:
-            request = keys.read(self._key, byte_range=self._byte_range)
+            request = open_keys().read(self._key, byte_range=self._byte_range)
         except Exception as error:  # this may be a thread of tensorstore
             promise, request = ts.Promise[ts.KvStore.ReadResult].new()
             promise.set_exception(error)
@@ -199,8 +212,11 @@ class HedgedRead:
         """Wait for the first answer. Raises the error of the last request if none has an answer, and TimeoutError."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self._answer is None:
+            if self.is_abandoned:
+                self.drop()
+                raise StorageError(errno.EINTR, "nothing waits for this any more")
             if self._place is None and not self._is_repeated:
-                self._keys.server.send_next()  # a call may have been abandoned
+                self._keys.server.send_next()  # other reads may have been abandoned
             now, server = time.monotonic(), self._keys.server
             patience = server.patience_seconds(self._n_bytes)
             late_at = self._sent_at + patience
@@ -219,7 +235,7 @@ class HedgedRead:
                 server.note(self._n_bytes, ended_at - self._sent_at)
                 self.cancel()
                 self._answer = request
-            elif not self._running:
+            elif not (self._running or self.is_abandoned):
                 self._answer = request
         return self._answer.result()
 
@@ -230,7 +246,7 @@ class HedgedRead:
         log.log(logging.DEBUG, "%s: no answer after %.2f s, reading it again", self._key, seconds)
         place, self._place = self._place, None
         assert place is not None
-        self._request(self._keys.open_spare(), place)
+        self._request(self._keys.open_spare, place)
         place.leave()
 
     def cancel(self) -> None:
@@ -238,7 +254,13 @@ class HedgedRead:
         for request in self._running:
             request.cancel()
 
-    __del__ = cancel
+    def drop(self) -> None:
+        """Cancel a read that nothing waits for."""
+        if self._running and self._answer is None:
+            self._keys.server.generation += 1
+        self.cancel()
+
+    __del__ = drop
 
 
 def _note_end(put: Callable[[tuple[float, _Future]], None], place: _Place, request: _Future) -> None:
