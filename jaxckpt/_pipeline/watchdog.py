@@ -172,3 +172,7 @@ class PartWatchdog(Watchdog):
 
     def note_progress(self) -> None:
         self._whole.note_progress()
+
+    def close(self) -> None:
+        """Abandon what is left of the part."""
+        self.abandon()

@@ -10,6 +10,7 @@ that fails raises in the rendezvous, before the others run a program in which th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -31,7 +32,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.progress import Report
-from jaxckpt._pipeline.watchdog import PartWatchdog, current_watchdog, under
+from jaxckpt._pipeline.watchdog import PartWatchdog, Watchdog, current_watchdog, under
 from jaxckpt._pipeline.workers import replace_workers, start
 from jaxckpt._restore.read_loop import Delivery, MemoryPool, PendingRead, StepBuffers
 from jaxckpt._restore.read_plan import max_read_bytes
@@ -99,47 +100,52 @@ def read_shared(
     """Run the rounds of this process's communities, of one in each partition, side by side. Every process calls this,
     even if it has none. Raises PeersDisagreeError unless `digest`, of what is planned, is equal in all."""
     budget, process = Budget(options.host_bytes), rendezvous.call.index
-    communities: list[_Community | None] = []
-    for partition, rounds in planned.items():
-        community = None
-        if rounds:
-            together = partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
-            max_bytes = max_read_bytes(options.host_bytes // len(planned))
-            community = _Community(source, rounds, Interconnect(process, together), max_bytes, budget)
-        communities.append(community)
-    started = [community.start_rounds() if community else iter(()) for community in communities]
-    current = [next(rounds, None) for rounds in started]
-    patience = [seconds for seconds in _PATIENCE_SECONDS if seconds < options.timeout_seconds / 2]
-    meeting = _Meeting(is_left=True)
-    while meeting.is_left:
-        ahead: list[_Round | None] = []
-        attempts = itertools.chain(patience, itertools.repeat(None))
-        while not ahead or meeting.late:
-            rendezvous.call.cancellation.check()
-            seconds = next(attempts)
-            for own in filter(None, current):
-                own.reads.wait(source.url, seconds)
-            ahead = ahead or [next(rounds, None) for rounds in started]  # read while the current rounds are sent
-            states = [
-                community.state(own) if community and own else _State()
-                for community, own in zip(communities, current, strict=True)
+    whole = current_watchdog()
+    assert whole is not None, "not in a lane"
+    with contextlib.closing(PartWatchdog(whole)) as watchdog:  # an error abandons all reads
+        communities: list[_Community | None] = []
+        for partition, rounds in planned.items():
+            community = None
+            if rounds:
+                together = (
+                    partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
+                )
+                max_bytes = max_read_bytes(options.host_bytes // len(planned))
+                community = _Community(source, rounds, Interconnect(process, together), max_bytes, budget, watchdog)
+            communities.append(community)
+        started = [community.start_rounds() if community else iter(()) for community in communities]
+        current = [next(rounds, None) for rounds in started]
+        patience = [seconds for seconds in _PATIENCE_SECONDS if seconds < options.timeout_seconds / 2]
+        meeting = _Meeting(is_left=True)
+        while meeting.is_left:
+            ahead: list[_Round | None] = []
+            attempts = itertools.chain(patience, itertools.repeat(None))
+            while not ahead or meeting.late:
+                rendezvous.call.cancellation.check()
+                seconds = next(attempts)
+                for own in filter(None, current):
+                    own.reads.wait(source.url, seconds)
+                ahead = ahead or [next(rounds, None) for rounds in started]  # read while the current rounds are sent
+                states = [
+                    community.state(own) if community and own else _State()
+                    for community, own in zip(communities, current, strict=True)
+                ]
+                with rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the programs
+                    meeting = _meet(rendezvous, digest, states, any(ahead), meeting.stuck)
+                for number, (community, own) in enumerate(zip(communities, current, strict=True)):
+                    if community is not None:
+                        community.take_over(own, meeting, number)
+            sent = [
+                _Sending(community, own, shipment or Shipment([], {}), program)  # other communities have more
+                for community, own, programs in zip(communities, current, meeting.programs, strict=True)
+                if community is not None
+                for shipment, program in itertools.zip_longest(own.shipments if own else (), programs)
             ]
-            with rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the programs
-                meeting = _meet(rendezvous, digest, states, any(ahead), meeting.stuck)
-            for number, (community, own) in enumerate(zip(communities, current, strict=True)):
-                if community is not None:
-                    community.take_over(own, meeting, number)
-        sent = [
-            _Sending(community, own, shipment or Shipment([], {}), program)  # other communities have more
-            for community, own, programs in zip(communities, current, meeting.programs, strict=True)
-            if community is not None
-            for shipment, program in itertools.zip_longest(own.shipments if own else (), programs)
-        ]
-        with CollectiveCalls(sent, _Sending.gather) as calls:
-            for sending in calls:
-                sending.community.deliver(sending.shipment, calls.run_next(), delivery, report)
-        current = ahead
-    budget.drain()
+            with CollectiveCalls(sent, _Sending.gather) as calls:
+                for sending in calls:
+                    sending.community.deliver(sending.shipment, calls.run_next(), delivery, report)
+            current = ahead
+        budget.drain()
 
 
 _Program = tuple[int, int]
@@ -306,6 +312,7 @@ class _Community:
         interconnect: Interconnect,
         max_bytes: int,
         budget: Budget,
+        watchdog: Watchdog,
     ) -> None:
         self._source = source
         self._rounds = rounds
@@ -313,6 +320,7 @@ class _Community:
         self._max_bytes = max_bytes
         self.interconnect = interconnect
         self._budget = budget
+        self._watchdog = watchdog
         self._memory = MemoryPool()
         self._step_buffers: dict[int, StepBuffers] = {}
         self._stuck: Sequence[int] = ()
@@ -369,9 +377,7 @@ class _Community:
         """Start to read these portions of this process into its bytes of the round."""
         if not portions:
             return _OwnReads()
-        whole = current_watchdog()
-        assert whole is not None, "not in a lane"
-        watchdog = PartWatchdog(whole)
+        watchdog = PartWatchdog(self._watchdog)
         boxes: dict[int, list[list[Box]]] = {}
         for portion in portions:
             boxes.setdefault(portion.step.stack, []).append(portion.read.boxes)
