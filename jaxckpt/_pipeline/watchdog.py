@@ -118,6 +118,11 @@ class Watchdog:
         finally:
             self._operation, self._since = outside, time.monotonic()
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nothing waits for the operation any more, as far as is known."""
+        return self._error is not None
+
     def abandon(self, error: JaxckptError | None = None) -> None:
         """Note that nothing waits for the operation any more, because of an error, or of an interrupt."""
         if self._error is None:
@@ -143,3 +148,31 @@ class Watchdog:
             )
             _hanging.append((self, time.monotonic() + self.seconds))
         return self._error
+
+
+class PartWatchdog(Watchdog):
+    """Watches a part of the work of a call, which may be abandoned while the rest continues."""
+
+    def __init__(self, whole: Watchdog) -> None:
+        super().__init__(whole.seconds, whole.folder)
+        self._whole = whole
+
+    @property
+    def is_abandoned(self) -> bool:
+        return super().is_abandoned or self._whole.is_abandoned
+
+    @contextlib.contextmanager
+    def operation(self, what: str) -> Generator[None]:
+        with self._whole.operation(what), under(self):
+            yield
+
+    def require_not_stalled(self) -> None:
+        self._whole.require_not_stalled()
+        super().require_not_stalled()
+
+    def note_progress(self) -> None:
+        self._whole.note_progress()
+
+    def close(self) -> None:
+        """Abandon what is left of the part."""
+        self.abandon()

@@ -33,6 +33,7 @@ class Workers:
         self._todo = SimpleQueue[Task[Any] | None]()
         self._lock = threading.Lock()
         self._started = False
+        self._closed = False
 
     def _start(self) -> None:
         with self._lock:
@@ -70,10 +71,13 @@ class Workers:
             task.run()  # Python 3.12 starts no threads during its shutdown
         else:
             self._todo.put(task)
+            if self._closed:  # perhaps before that
+                task.run()
         return task
 
     def close(self) -> None:
-        """End the threads after all submitted work."""
+        """End the threads after all submitted work. What another thread still submits is done."""
+        self._closed = True
         for _ in range(self._n_threads if self._started else 0):
             self._todo.put(None)
 
@@ -124,12 +128,20 @@ _workers, _background, _waiting = _new_workers()
 
 
 def replace_workers() -> None:
-    """Abandon the threads, and start new ones for the next work: after a fork, or if the threads hang."""
+    """Start new threads for the next work, because the present ones may hang. Those that do not hang end."""
+    abandoned = _workers, _background, _waiting
+    _forget_workers()
+    for workers in abandoned:
+        workers.close()
+
+
+def _forget_workers() -> None:
+    """Start new threads for the next work. A forked child has none of the present ones."""
     global _workers, _background, _waiting
     _workers, _background, _waiting = _new_workers()
 
 
-os.register_at_fork(after_in_child=replace_workers)
+os.register_at_fork(after_in_child=_forget_workers)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
@@ -148,6 +160,13 @@ def work_alone() -> Generator[None]:
         yield
     finally:
         _this_thread.works_alone = outside
+
+
+def start(work: Callable[[], T], watchdog: Watchdog) -> Task[T]:
+    """Run work that waits for the threads that move bytes, in a thread of its own."""
+    task = Task(functools.partial(_run_work, watchdog, work))
+    start_thread(task.run, "jaxckpt-waiting")
+    return task
 
 
 def submit_waiting(work: Callable[[], T]) -> Task[T]:

@@ -10,12 +10,13 @@ that fails raises in the rendezvous, before the others run a program in which th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +26,14 @@ from jaxckpt._devices.interconnect import Interconnect
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import extent
+from jaxckpt._model.grid import Box, extent
 from jaxckpt._model.pieces import Array, Bytes, aligned_empty
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.progress import Report
-from jaxckpt._pipeline.workers import replace_workers, submit_waiting
+from jaxckpt._pipeline.watchdog import PartWatchdog, Watchdog, current_watchdog, under
+from jaxckpt._pipeline.workers import replace_workers, start
 from jaxckpt._restore.read_loop import Delivery, MemoryPool, PendingRead, StepBuffers
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._restore.shared_reads import (
@@ -45,12 +47,15 @@ from jaxckpt._restore.shared_reads import (
     take_over,
 )
 from jaxckpt._sources.source import Source
-from jaxckpt._store.store import ArrayReader
-from jaxckpt.errors import PeersDisagreeError
+from jaxckpt.errors import PeersDisagreeError, StorageError
 
 _LATE = 1.5
-"""A process is late if its reads of a round take this many times as long as those of each process that is done. Others
-then read what is left of them."""
+"""A process is late if its reads of a round take this many times as long as those of each process that is done with
+about as many bytes. Others then read what is left of them."""
+
+_COMPARED, _UNCOMPARED_SECONDS = 0.5, 10.0
+"""A process is compared with those that had to read at least this part of its bytes; if there are none, with this
+time."""
 
 _PATIENCE_SECONDS = [_LATE**number for number in range(12)]
 """How long the reads of a round may take when the processes meet, which they do again while some are not done. After
@@ -95,46 +100,52 @@ def read_shared(
     """Run the rounds of this process's communities, of one in each partition, side by side. Every process calls this,
     even if it has none. Raises PeersDisagreeError unless `digest`, of what is planned, is equal in all."""
     budget, process = Budget(options.host_bytes), rendezvous.call.index
-    communities: list[_Community | None] = []
-    for partition, rounds in planned.items():
-        community = None
-        if rounds:
-            together = partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
-            max_bytes = max_read_bytes(options.host_bytes // len(planned))
-            community = _Community(source, rounds, Interconnect(process, together), max_bytes, budget)
-        communities.append(community)
-    started = [community.start_rounds() if community else iter(()) for community in communities]
-    current = [next(rounds, None) for rounds in started]
-    patience = [seconds for seconds in _PATIENCE_SECONDS if seconds < options.timeout_seconds / 2]
-    meeting = _Meeting(is_left=True)
-    while meeting.is_left:
-        ahead: list[_Round | None] = []
-        attempts = itertools.chain(patience, itertools.repeat(None))
-        while not ahead or meeting.late:
-            seconds = next(attempts)
-            for own in filter(None, current):
-                own.reads.wait(source.url, 0.0 if seconds and process in meeting.stuck else seconds)
-            ahead = ahead or [next(rounds, None) for rounds in started]  # read while the current rounds are sent
-            states = [
-                community.state(own) if community and own else _State()
-                for community, own in zip(communities, current, strict=True)
+    whole = current_watchdog()
+    assert whole is not None, "not in a lane"
+    with contextlib.closing(PartWatchdog(whole)) as watchdog:  # an error abandons all reads
+        communities: list[_Community | None] = []
+        for partition, rounds in planned.items():
+            community = None
+            if rounds:
+                together = (
+                    partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
+                )
+                max_bytes = max_read_bytes(options.host_bytes // len(planned))
+                community = _Community(source, rounds, Interconnect(process, together), max_bytes, budget, watchdog)
+            communities.append(community)
+        started = [community.start_rounds() if community else iter(()) for community in communities]
+        current = [next(rounds, None) for rounds in started]
+        patience = [seconds for seconds in _PATIENCE_SECONDS if seconds < options.timeout_seconds / 2]
+        meeting = _Meeting(is_left=True)
+        while meeting.is_left:
+            ahead: list[_Round | None] = []
+            attempts = itertools.chain(patience, itertools.repeat(None))
+            while not ahead or meeting.late:
+                rendezvous.call.cancellation.check()
+                seconds = next(attempts)
+                for own in filter(None, current):
+                    own.reads.wait(source.url, seconds)
+                ahead = ahead or [next(rounds, None) for rounds in started]  # read while the current rounds are sent
+                states = [
+                    community.state(own) if community and own else _State()
+                    for community, own in zip(communities, current, strict=True)
+                ]
+                with rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the programs
+                    meeting = _meet(rendezvous, digest, states, any(ahead), meeting.stuck)
+                for number, (community, own) in enumerate(zip(communities, current, strict=True)):
+                    if community is not None:
+                        community.take_over(own, meeting, number)
+            sent = [
+                _Sending(community, own, shipment or Shipment([], {}), program)  # other communities have more
+                for community, own, programs in zip(communities, current, meeting.programs, strict=True)
+                if community is not None
+                for shipment, program in itertools.zip_longest(own.shipments if own else (), programs)
             ]
-            with rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the programs
-                meeting = _meet(rendezvous, digest, states, any(ahead), meeting.stuck)
-            for number, (community, own) in enumerate(zip(communities, current, strict=True)):
-                if community is not None:
-                    community.take_over(own, meeting, number)
-        sent = [
-            _Sending(community, own, shipment or Shipment([], {}), program)  # other communities have more
-            for community, own, programs in zip(communities, current, meeting.programs, strict=True)
-            if community is not None
-            for shipment, program in itertools.zip_longest(own.shipments if own else (), programs)
-        ]
-        with CollectiveCalls(sent, _Sending.gather) as calls:
-            for sending in calls:
-                sending.community.deliver(sending.shipment, calls.run_next(), delivery, report)
-        current = ahead
-    budget.drain()
+            with CollectiveCalls(sent, _Sending.gather) as calls:
+                for sending in calls:
+                    sending.community.deliver(sending.shipment, calls.run_next(), delivery, report)
+            current = ahead
+        budget.drain()
 
 
 _Program = tuple[int, int]
@@ -173,7 +184,10 @@ class _State(NamedTuple):
     seconds: float = 0.0
     """How long its reads took, or have taken so far; 0 if it reads nothing."""
 
-    part_read: float = 1.0
+    n_bytes: int = 0
+    """The bytes that it reads."""
+
+    unread_bytes: int = 0
 
 
 def _meet(
@@ -198,27 +212,46 @@ def _decide(gathered: Sequence[tuple[bool, Sequence[Sequence[Any]]]], stuck: Seq
         ]
         return _Meeting(is_left, stuck, programs=programs)
     seconds = [max(state.seconds for state in own) for own in states]
-    slowest = max((taken for process, taken in enumerate(seconds) if process not in late), default=0.0)
-    too_late = [p for p in late if slowest and (p in stuck or seconds[p] >= _LATE * slowest)]
-    more = [p for p in too_late if p not in stuck and min(state.part_read for state in states[p]) < _STUCK]
+    n_bytes = [sum(state.n_bytes for state in own) for own in states]
+    unread = [sum(state.unread_bytes for state in own) for own in states]
+    done = [process for process in range(len(states)) if process not in late]
+
+    def is_too_late(process: int) -> bool:
+        compared = [
+            seconds[other] for other in done if seconds[other] and n_bytes[other] >= _COMPARED * n_bytes[process]
+        ]
+        return process in stuck or seconds[process] >= _LATE * max(compared, default=_UNCOMPARED_SECONDS)
+
+    too_late = [process for process in late if done and is_too_late(process)]
+    more = [p for p in too_late if p not in stuck and n_bytes[p] - unread[p] < _STUCK * n_bytes[p]]
     return _Meeting(is_left, [*stuck, *more], late, [(p, [state.late for state in states[p]]) for p in too_late])
 
 
 class _OwnReads:
     """The reads of this process in a round. Another thread waits for them, so that this one can meet the others."""
 
-    def __init__(self, reads: Sequence[tuple[Portion, PendingRead]] = ()) -> None:
+    def __init__(self, reads: Sequence[tuple[Portion, PendingRead]] = (), watchdog: PartWatchdog | None = None) -> None:
         self._reads = reads
+        self._watchdog = watchdog
         self._n_read = 0
         self._begun = time.monotonic()
         self._ended = self._begun
-        self._task = submit_waiting(self._await_all) if reads else None
+        self._task = start(self._await_all, watchdog) if watchdog else None
 
     def _await_all(self) -> None:
-        for _, pending in self._reads:
-            pending.wait()
-            self._n_read += 1
-            self._ended = time.monotonic()
+        try:
+            for _, pending in self._reads:
+                pending.wait()
+                self._n_read += 1
+                self._ended = time.monotonic()
+        except StorageError:  # its traceback would hold the reads
+            if self._watchdog is None or not self._watchdog.is_abandoned:
+                raise
+
+    def abandon(self) -> None:
+        """Let others read what is left. The reads leave the places that they take at the store."""
+        if self._watchdog:
+            self._watchdog.abandon()
 
     def wait(self, url: str, seconds: float | None) -> None:
         """Wait for them, at most until this many seconds after they began. Raises DataError, StorageError."""
@@ -251,6 +284,9 @@ class _Round:
 
     reads: _OwnReads
 
+    handed_in: set[int] = field(default_factory=set[int])
+    """The processes that others read for. They take nothing over."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
@@ -276,6 +312,7 @@ class _Community:
         interconnect: Interconnect,
         max_bytes: int,
         budget: Budget,
+        watchdog: Watchdog,
     ) -> None:
         self._source = source
         self._rounds = rounds
@@ -283,48 +320,52 @@ class _Community:
         self._max_bytes = max_bytes
         self.interconnect = interconnect
         self._budget = budget
+        self._watchdog = watchdog
         self._memory = MemoryPool()
         self._step_buffers: dict[int, StepBuffers] = {}
         self._stuck: Sequence[int] = ()
 
     def start_rounds(self) -> Iterator[_Round]:
         """Each round, after its reads have been started."""
-        readers = self._array_readers([portion for portions in self._rounds for portion in self._own(portions)])
         for portions in self._rounds:
             others = [process for process in self.interconnect.community if process not in self._stuck]
             if self._stuck and others:
                 portions = take_over(portions, (n for n, p in enumerate(portions) if p.reader in self._stuck), others)
-                readers = self._array_readers(self._own(portions))  # the planned ones keep objects for planned reads
             own = self._own(portions)
             into = aligned_empty((sum(portion.n_bytes for portion in own),), np.dtype(np.uint8))
-            yield _Round(portions, self._shipments(portions), into, self._start_reads(own, into, readers))
+            yield _Round(portions, self._shipments(portions), into, self._start_reads(own, into))
 
     def take_over(self, round_: _Round | None, meeting: _Meeting, partition: int) -> None:
         """Let the processes that are done read what late ones have not read."""
         self._stuck = meeting.stuck
         members = self.interconnect.community
-        late = {process: numbers[partition] for process, numbers in meeting.moved if process in members}
-        done = [process for process in members if process not in meeting.late]
-        numbers = [*itertools.chain.from_iterable(late.values())]
-        if round_ is None or not numbers or not done:
+        late = {p: numbers[partition] for p, numbers in meeting.moved if p in members and numbers[partition]}
+        if round_ is None or not late:
             return
-        round_.portions = take_over(round_.portions, numbers, done)
+        done = [process for process in members if process not in meeting.late and process not in round_.handed_in]
+        if not done:
+            return
+        round_.handed_in.update(late)
+        numbers = [*itertools.chain.from_iterable(late.values())]
+        able = [process for process in done if process not in meeting.stuck]
+        round_.portions = take_over(round_.portions, numbers, able or done)
         round_.shipments = self._shipments(round_.portions)
-        if late.get(self._process):
+        if self._process in late:
+            round_.reads.abandon()
             round_.reads = _OwnReads()
             replace_workers()  # the abandoned reads may never end
         if taken := self._own(round_.portions[-len(numbers) :]):
             before = round_.own
             round_.own = aligned_empty((taken[-1].start + taken[-1].n_bytes,), np.dtype(np.uint8))
             round_.own[: len(before)] = before
-            round_.reads = self._start_reads(taken, round_.own, self._array_readers(taken))
+            round_.reads = self._start_reads(taken, round_.own)
 
     def state(self, round_: _Round) -> _State:
         offers = [(self.interconnect.rounded_bytes(one.span_bytes), len(one.spans)) for one in round_.shipments]
         unread = round_.reads.unread
         numbers = {id(portion): number for number, portion in enumerate(round_.portions)}
-        part_read = 1 - sum(portion.n_bytes for portion in unread) / max(1, len(round_.own))
-        return _State(offers, [numbers[id(portion)] for portion in unread], round_.reads.seconds, part_read)
+        late, unread_bytes = [numbers[id(one)] for one in unread], sum(one.n_bytes for one in unread)
+        return _State(offers, late, round_.reads.seconds, len(round_.own), unread_bytes)
 
     def _shipments(self, portions: SharedRead) -> list[Shipment]:
         return [*split_into_shipments(portions, self.interconnect.community, self._max_bytes)]
@@ -332,24 +373,23 @@ class _Community:
     def _own(self, portions: SharedRead) -> SharedRead:
         return [portion for portion in portions if portion.reader == self._process]
 
-    def _array_readers(self, portions: SharedRead) -> dict[int, ArrayReader]:
-        """A reader for each stack of these portions."""
-        by_stack: dict[int, list[Portion]] = {}
-        for portion in portions:
-            by_stack.setdefault(portion.step.stack, []).append(portion)
-        return {
-            stack: self._source.array_reader(stack, (portion.read.boxes for portion in portions))
-            for stack, portions in by_stack.items()
-        }
-
-    def _start_reads(self, portions: SharedRead, into: Array, readers: Mapping[int, ArrayReader]) -> _OwnReads:
+    def _start_reads(self, portions: SharedRead, into: Array) -> _OwnReads:
         """Start to read these portions of this process into its bytes of the round."""
+        if not portions:
+            return _OwnReads()
+        watchdog = PartWatchdog(self._watchdog)
+        boxes: dict[int, list[list[Box]]] = {}
+        for portion in portions:
+            boxes.setdefault(portion.step.stack, []).append(portion.read.boxes)
+        # For this round alone: readers keep what they have begun to read.
+        readers = {stack: self._source.array_reader(stack, boxes_of_stack) for stack, boxes_of_stack in boxes.items()}
         reads: list[tuple[Portion, PendingRead]] = []
         for portion in portions:
             stack = portion.step.stack
             targets = list(zip(portion.read.boxes, self._regions(portion, into[portion.start :]), strict=True))
-            reads.append((portion, PendingRead.begin(self._source, stack, readers[stack], targets)))
-        return _OwnReads(reads)
+            with under(watchdog):
+                reads.append((portion, PendingRead.begin(self._source, stack, readers[stack], targets)))
+        return _OwnReads(reads, watchdog)
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
         """The regions of a portion in its bytes."""

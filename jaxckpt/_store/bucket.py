@@ -158,13 +158,14 @@ def _context(retry_seconds: float) -> ts.Context:
     )
 
 
-@functools.cache
-def _open_store(spec: str, retry_seconds: float, *, is_spare: bool = False) -> ts.KvStore:
+@functools.lru_cache(maxsize=64)
+def _open_store(spec: str, retry_seconds: float, limit: int | None = None, number: int = 0) -> ts.KvStore:
+    """The whole store. With `limit`, its requests count separately from those of other limits and numbers."""
     # Cached for all paths of a bucket, because each opening looks up the credentials again.
     context = _context(retry_seconds)
-    if is_spare:
+    if limit is not None:
         names = [f"{driver}_request_concurrency" for driver in ("s3", "gcs", "http")]
-        context = ts.Context({name: {"limit": _SPARE_REQUESTS} for name in names}, parent=context)
+        context = ts.Context({name: {"limit": limit} for name in names}, parent=context)
     with translate_array_errors("cannot open the object store"):
         return ts.KvStore.open(json.loads(spec), context=context).result()
 
@@ -716,17 +717,24 @@ class Bucket:
 
     @property
     def _keys(self) -> ts.KvStore:
-        return _open_store(self.spec, self.retry_seconds) + self.path
+        server = _server(self.spec)
+        limit = server.most_running if server.generation else None
+        return _open_store(self.spec, self.retry_seconds, limit, server.generation) + self.path
 
     def _begin_read(self, key: str, byte_range: slice | None = None) -> HedgedRead:
         return self._keys_to_read().read(key, byte_range)
 
     def _keys_to_read(self, below: str = "") -> HedgedKeys:
         """The keys of this checkpoint, or below one of its folders."""
-        return HedgedKeys(self._keys + below, functools.partial(self._open_spare, below), _server(self.spec))
+        server = _server(self.spec)
+        return HedgedKeys(lambda: self._keys + below, functools.partial(self._open_spare, below), server)
 
     def _open_spare(self, below: str) -> ts.KvStore:
-        return _open_store(self.spec, self.retry_seconds, is_spare=True) + self.path + below
+        return (
+            _open_store(self.spec, self.retry_seconds, _SPARE_REQUESTS, _server(self.spec).generation)
+            + self.path
+            + below
+        )
 
     @property
     def _is_google(self) -> bool:

@@ -10,6 +10,7 @@ tensorstore reads parts of objects itself. Those requests are not among these: t
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import math
@@ -24,6 +25,8 @@ import tensorstore as ts
 
 from jaxckpt._pipeline.lane_log import log
 from jaxckpt._pipeline.threads import POLL_SECONDS
+from jaxckpt._pipeline.watchdog import current_watchdog
+from jaxckpt.errors import StorageError
 
 _Future = ts.Future[ts.KvStore.ReadResult]
 
@@ -57,9 +60,14 @@ class Server:
     def __init__(self, most_running: int) -> None:
         """`most_running`: how many reads run at a time. If tensorstore did the waiting, it would count as time without
         an answer."""
+        self.generation = 0
+        """Changes when reads were abandoned: tensorstore counts their requests for up to 30 s, even canceled ones."""
+
+        self.most_running = most_running
         self._free_places = [None] * most_running
         self._waiting = deque[weakref.ref[HedgedRead]]()
         self._repeats = _FIRST_REPEATS
+        self._taken = set[weakref.ref[_Place]]()
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_READS))
 
     def add(self, read: HedgedRead) -> None:
@@ -74,15 +82,20 @@ class Server:
             try:
                 self._free_places.pop()
             except IndexError:
-                return
+                places = [place for ref in self._taken.copy() if (place := ref()) is not None]
+                if not sum(place.leave_if_abandoned() for place in places):
+                    return
+                continue
             try:
                 read = self._waiting.popleft()()
             except IndexError:  # another thread was faster
                 read = None
-            if read is None:
+            if read is None or read.is_abandoned:
                 self.free_place()
             else:
-                read.send(_Place(self))
+                place = _Place(self, read)
+                self._taken.add(weakref.ref(place, self._taken.discard))
+                read.send(place)
 
     def free_place(self) -> None:
         self._free_places.append(None)
@@ -106,18 +119,29 @@ class Server:
 
 
 class _Place:
-    """The place of one of the reads that run at a time. Left when its read has ended, is sent again, or is dropped."""
+    """The place of one of the reads that run at a time. Left when its read has ended, is sent again, is dropped, or
+    belongs to an abandoned call, whose threads and errors may hold it for long."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, read: HedgedRead) -> None:
         self._servers = [server]
+        self._read = weakref.ref(read)
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
+        """Returns whether it was not left before."""
         try:
             server = self._servers.pop()
         except IndexError:
-            return
+            return False
         server.free_place()
         server.send_next()
+        return True
+
+    def leave_if_abandoned(self) -> bool:
+        read = self._read()
+        if read is None or not read.is_abandoned:
+            return False
+        read.drop()
+        return self.leave()
 
     __del__ = leave
 
@@ -126,7 +150,8 @@ class _Place:
 class HedgedKeys:
     """The keys of a store, for reading."""
 
-    keys: ts.KvStore
+    open: Callable[[], ts.KvStore]
+    """Opens the keys."""
 
     open_spare: Callable[[], ts.KvStore]
     """Opens the same keys with a limit of its own on the requests at a time. In the other limit, requests without an
@@ -151,6 +176,7 @@ class HedgedRead:
         self._key = key
         self._byte_range = byte_range
         self._n_bytes = n_bytes
+        self._watchdog = current_watchdog()
         self._sent_at = math.inf
         self._place: _Place | None = None
         self._running: list[_Future] = []
@@ -158,15 +184,20 @@ class HedgedRead:
         self._answer: _Future | None = None
         self._is_repeated = False
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nothing waits any more for the call that reads."""
+        return self._watchdog is not None and self._watchdog.is_abandoned
+
     def send(self, place: _Place) -> None:
         """Send the read for the first time."""
         self._place = place
         self._sent_at = time.monotonic()
-        self._request(self._keys.keys, place)
+        self._request(self._keys.open, place)
 
-    def _request(self, keys: ts.KvStore, place: _Place) -> None:
+    def _request(self, open_keys: Callable[[], ts.KvStore], place: _Place) -> None:
         try:
-            request = keys.read(self._key, byte_range=self._byte_range)
+            request = open_keys().read(self._key, byte_range=self._byte_range)
         except Exception as error:  # this may be a thread of tensorstore
             promise, request = ts.Promise[ts.KvStore.ReadResult].new()
             promise.set_exception(error)
@@ -181,6 +212,11 @@ class HedgedRead:
         """Wait for the first answer. Raises the error of the last request if none has an answer, and TimeoutError."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self._answer is None:
+            if self.is_abandoned:
+                self.drop()
+                raise StorageError(errno.EINTR, "nothing waits for this any more")
+            if self._place is None and not self._is_repeated:
+                self._keys.server.send_next()  # other reads may have been abandoned
             now, server = time.monotonic(), self._keys.server
             patience = server.patience_seconds(self._n_bytes)
             late_at = self._sent_at + patience
@@ -199,7 +235,7 @@ class HedgedRead:
                 server.note(self._n_bytes, ended_at - self._sent_at)
                 self.cancel()
                 self._answer = request
-            elif not self._running:
+            elif not (self._running or self.is_abandoned):
                 self._answer = request
         return self._answer.result()
 
@@ -210,7 +246,7 @@ class HedgedRead:
         log.log(logging.DEBUG, "%s: no answer after %.2f s, reading it again", self._key, seconds)
         place, self._place = self._place, None
         assert place is not None
-        self._request(self._keys.open_spare(), place)
+        self._request(self._keys.open_spare, place)
         place.leave()
 
     def cancel(self) -> None:
@@ -218,7 +254,13 @@ class HedgedRead:
         for request in self._running:
             request.cancel()
 
-    __del__ = cancel
+    def drop(self) -> None:
+        """Cancel a read that nothing waits for."""
+        if self._running and self._answer is None:
+            self._keys.server.generation += 1
+        self.cancel()
+
+    __del__ = drop
 
 
 def _note_end(put: Callable[[tuple[float, _Future]], None], place: _Place, request: _Future) -> None:

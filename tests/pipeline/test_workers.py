@@ -7,15 +7,30 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
-from jaxckpt._pipeline.workers import THREADS, run_shared, submit
+from jaxckpt._pipeline.workers import THREADS, replace_workers, run_shared, submit
 
 
 def test_work_may_wait_for_work_that_it_submits() -> None:
     works = [submit(lambda number=number: submit(lambda: number).result(30)) for number in range(2 * THREADS)]
     assert [work.result(60) for work in works] == list(range(2 * THREADS))
+
+
+def test_replaced_threads_end_after_their_work() -> None:
+    before, went = threading.active_count(), threading.Event()
+    for _ in range(5):
+        waiting = submit(functools.partial(went.wait, 30))
+        replace_workers()
+        assert submit(lambda: 1).result(30) == 1, "a thread that waits holds up no later work"
+    went.set()
+    assert waiting.result(30)
+    until = time.monotonic() + 30
+    while threading.active_count() > before + THREADS and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= before + THREADS
 
 
 _HAND_OVER = """

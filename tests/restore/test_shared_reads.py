@@ -254,12 +254,16 @@ def test_a_failure_or_disagreement_is_raised_by_all_processes(run_processes: Run
         assert one["works"] == one["the same names"] == one["the same rules"] == "fine"
 
 
+def tree_of(n_leaves: int, rows: int = 64) -> dict[str, Any]:
+    """What programs/late_reads.py expects."""
+    return {f"w{n}": np.arange(rows * 1024, dtype=np.float32).reshape(rows, 1024) + n for n in range(n_leaves)}
+
+
 @pytest.mark.parametrize(("silent", "accelerators"), [((1,), False), ((0, 3), False), ((2,), True)])
 def test_the_others_read_what_a_process_gets_no_answer_to(
     run_processes: RunProcesses, s3: Bucket, silent: tuple[int, ...], accelerators: bool
 ) -> None:
-    tree = {f"w{n}": np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024) + n for n in range(12)}
-    jaxckpt.save(s3.url, tree, options=jaxckpt.Options(object_bytes=32 << 10, chunk_bytes=32 << 10))
+    jaxckpt.save(s3.url, tree_of(12), options=jaxckpt.Options(object_bytes=32 << 10, chunk_bytes=32 << 10))
     with Proxy(s3.proxy.endpoint) as deaf:
         deaf.on("GET object", never)
         endpoints = [(deaf if process in silent else s3.proxy).endpoint for process in range(4)]
@@ -269,8 +273,30 @@ def test_the_others_read_what_a_process_gets_no_answer_to(
         assert deaf.counted()["GET object"]
 
 
+def test_a_process_that_takes_over_and_gets_no_answer_hands_in_again(run_processes: RunProcesses, s3: Bucket) -> None:
+    jaxckpt.save(s3.url, tree_of(1, rows=256), options=jaxckpt.Options(object_bytes=32 << 10, chunk_bytes=32 << 10))
+    with Proxy(s3.proxy.endpoint) as deaf, Proxy(s3.proxy.endpoint) as soon_deaf:
+        deaf.on("GET object", never)
+        soon_deaf.on("GET object", never, skip=32 // 4)  # what it reads itself
+        endpoints = [s3.proxy.endpoint, deaf.endpoint, soon_deaf.endpoint, s3.proxy.endpoint]
+        given = {"path": s3.url, "endpoints": endpoints, "accelerators": False, "timeout_seconds": 60}
+        done = run_processes(PROGRAMS / "late_reads.py", processes=4, devices_per_process=2, args=given, timeout=100)
+        assert all(json.loads(process.stdout) == "restored" for process in done)
+
+
+def test_others_read_the_only_object_if_its_reader_gets_no_answer(run_processes: RunProcesses, s3: Bucket) -> None:
+    jaxckpt.save(s3.url, {"w0": np.arange(64, dtype=np.float32).reshape(8, 8)})
+    with Proxy(s3.proxy.endpoint) as deaf:
+        deaf.on("GET object", never)
+        endpoints = [s3.proxy.endpoint, s3.proxy.endpoint, deaf.endpoint, s3.proxy.endpoint]
+        given = {"path": s3.url, "endpoints": endpoints, "accelerators": False, "timeout_seconds": 20}
+        done = run_processes(PROGRAMS / "late_reads.py", processes=4, devices_per_process=2, args=given, timeout=100)
+        assert all(json.loads(process.stdout) == "restored" for process in done)
+        assert deaf.counted()["GET object"]
+
+
 def test_a_job_without_any_answer_fails_in_time(run_processes: RunProcesses, s3: Bucket) -> None:
-    jaxckpt.save(s3.url, {"w0": np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)})
+    jaxckpt.save(s3.url, tree_of(1))
     with Proxy(s3.proxy.endpoint) as deaf:
         deaf.on("GET object", never)
         given = {"path": s3.url, "endpoints": [deaf.endpoint] * 2, "accelerators": False, "timeout_seconds": 5}

@@ -76,6 +76,18 @@ def test_a_slow_store_gets_few_more_requests(s3: Bucket) -> None:
     restored_in_seconds(s3, tree, slow(0.4))
 
 
+def test_a_call_that_failed_leaves_no_requests_in_the_way_of_the_next(s3: Bucket) -> None:
+    """Its requests may get no answer for as long as the program runs."""
+    tree = {f"w{number}": np.full(OBJECT_BYTES // 4, number, np.float32) for number in range(64)}
+    jaxckpt.save(s3.url, tree, options=jaxckpt.Options(object_bytes=OBJECT_BYTES, chunk_bytes=OBJECT_BYTES))
+    s3.proxy.on("GET object", servers.never)
+    with pytest.raises(jaxckpt.errors.StorageError, match="no bytes have moved"):
+        jaxckpt.load_numpy(s3.url, options=jaxckpt.Options(timeout_seconds=2))
+    s3.proxy.clear()
+    loaded = jaxckpt.load_numpy(s3.url, options=jaxckpt.Options(timeout_seconds=10))
+    assert all((loaded[name] == value).all() for name, value in tree.items())
+
+
 def test_a_write_is_never_sent_twice(s3: Bucket) -> None:
     tree = saved(s3)
     s3.proxy.clear()
@@ -107,7 +119,7 @@ class Reads:
 
     def __init__(self, most_running: int = 2) -> None:
         self.first, self.spare = Requests(), Requests()
-        self._keys: Any = HedgedKeys(self.first, lambda: self.spare, Server(most_running))  # pyright: ignore
+        self._keys: Any = HedgedKeys(lambda: self.first, lambda: self.spare, Server(most_running))  # pyright: ignore
 
     def begin(self) -> HedgedRead:
         return self._keys.read("key")
