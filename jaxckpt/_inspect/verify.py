@@ -211,7 +211,7 @@ def _verify_steps(
         except StorageError as error:
             if error.errno != errno.EACCES:
                 raise
-            problem = Problem(None, f"cannot be read: {error.strerror}", object=step)
+            problem = Problem(None, f"cannot be read: {error.strerror}", object=MANIFEST)
             reports.append((name, VerifyReport(step, quick, (problem,), 0, 0, 0)))
     return VerifyReport(
         path=path,
@@ -654,7 +654,10 @@ def _lost_files(source: NativeCheckpoint, content: bytes) -> dict[str, bytes]:
         return lost  # all data is gone
     if _copy_problems(source):
         lost[f"{manifest.data_folder}/{COPY}"] = content
+    folders = source.store.child(manifest.data_folder).names()
     for record in manifest.stacks:
+        if record.name not in folders:
+            continue  # its data is gone
         key, text = f"{manifest.data_folder}/{record.name}/zarr.json", zarr.metadata(record.stack())
         if hashlib.sha256(text).hexdigest() == record.sha256 and source.store.read(key) != text:
             lost[key] = text

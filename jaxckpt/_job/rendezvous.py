@@ -335,8 +335,11 @@ class Rendezvous:
         except Exception as error:
             self._post_error = error
             if call.watchdog.is_exchanging and call.index != 0:
-                failures = self._timeout_failures({0: self._timeout_seconds(has_joined=True)}, {0: None})
-                call.watchdog.abandon(combined_error(failures, self.what))
+                reason = self._service_failed(error)
+                if isinstance(error.__cause__, TimeoutError):
+                    seconds = self._timeout_seconds(has_joined=True)
+                    reason = combined_error(self._timeout_failures({0: seconds}, {0: None}), self.what)
+                call.watchdog.abandon(reason)
 
     def _watch_exchange(self, silence: _Silence | None) -> _Silence | None:
         """While the lane is in an exchange, end the wait for it if another process has died or has long failed. For the
@@ -538,7 +541,7 @@ class Rendezvous:
         return {int(key.rpartition("/")[2]): text for key, text in posted}
 
     def _request(self, request: Callable[[], T]) -> T:
-        """The answer to a request that has no timeout. Only for process 0, in which the service usually runs."""
+        """The answer to a request that has no timeout of its own: of the thread that posts, or of process 0."""
         try:
             if self.call.runs_service:
                 return request()

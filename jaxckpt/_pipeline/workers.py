@@ -37,7 +37,7 @@ class Workers:
 
     def _start(self) -> None:
         with self._lock:
-            if not self._started:
+            if not (self._started or self._closed):
                 for number in range(self._n_threads):
                     start_thread(self._run, f"{self._name}-{number}")
                 self._started = True
@@ -77,9 +77,10 @@ class Workers:
 
     def close(self) -> None:
         """End the threads after all submitted work. What another thread still submits is done."""
-        self._closed = True
-        for _ in range(self._n_threads if self._started else 0):
-            self._todo.put(None)
+        with self._lock:
+            self._closed = True
+            for _ in range(self._n_threads if self._started else 0):
+                self._todo.put(None)
 
 
 class _Thread(threading.local):

@@ -26,7 +26,7 @@ from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._pipeline.workers import note_progress, work_alone
 from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
-from jaxckpt._sources.source import Source, paths_at, show_leaves
+from jaxckpt._sources.source import NativeCheckpoint, Source, paths_at, show_leaves
 from jaxckpt._store.storage_errors import translate_leaf_errors
 from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, NotACheckpointError, Problem
@@ -202,7 +202,9 @@ def _naming(source: Source, stack: int, rows: tuple[int, int]) -> Generator[None
     try:
         yield
     except Exception as error:  # the leaves are found only now, because there may be thousands
-        paths = paths_at(source.manifest, stack, getattr(error, "rows", None) or rows)
+        if isinstance(source, NativeCheckpoint) and (damaged := getattr(error, "rows", None)):
+            rows = max(damaged[0], rows[0]), min(damaged[1], rows[1])
+        paths = paths_at(source.manifest, stack, rows)
         with translate_leaf_errors(f"cannot read {show_leaves(paths)}", paths):
             raise
 

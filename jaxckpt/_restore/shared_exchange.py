@@ -263,6 +263,10 @@ class _OwnReads:
             self._task = None
 
     @property
+    def n_bytes(self) -> int:
+        return sum(portion.n_bytes for portion, _ in self._reads)
+
+    @property
     def unread(self) -> Sequence[Portion]:
         return [portion for portion, _ in self._reads[self._n_read :]]
 
@@ -365,7 +369,7 @@ class _Community:
         unread = round_.reads.unread
         numbers = {id(portion): number for number, portion in enumerate(round_.portions)}
         late, unread_bytes = [numbers[id(one)] for one in unread], sum(one.n_bytes for one in unread)
-        return _State(offers, late, round_.reads.seconds, len(round_.own), unread_bytes)
+        return _State(offers, late, round_.reads.seconds, round_.reads.n_bytes, unread_bytes)
 
     def _shipments(self, portions: SharedRead) -> list[Shipment]:
         return [*split_into_shipments(portions, self.interconnect.community, self._max_bytes)]

@@ -72,7 +72,6 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
     finally:
         # A forked process does not hold the lease. After the end of the program, nobody does.
         if not stop.is_set and os.getpid() == holder_pid:
-            _held.pop(name, None)
             seconds = getattr(folder, "timeout_seconds", _DELETION_SECONDS)
             run_to_the_end(functools.partial(_release, folder, name, stop, write_lock), seconds)
 
@@ -84,7 +83,8 @@ _held = dict[str, Callable[[], None]]()
 def _release_all() -> None:
     """At exit: release what a `with` block or a generator that was left open holds."""
     for release in [*_held.values()]:
-        run_to_the_end(release, _DELETION_SECONDS)
+        with contextlib.suppress(StorageError):  # it expires
+            run_to_the_end(release, _DELETION_SECONDS)
 
 
 @functools.cache
@@ -121,6 +121,7 @@ def _renew(
 
 def _release(folder: Store, name: str, stop: Latch, write_lock: threading.Lock) -> None:
     stop.set()
+    _held.pop(name, None)
     taken = write_lock.acquire(timeout=_DELETION_SECONDS)  # otherwise a running write would recreate the file
     with contextlib.suppress(StorageError):  # a lease that cannot be removed expires
         folder.remove(name)

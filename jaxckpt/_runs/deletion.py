@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import logging
 import os
 import threading
@@ -341,13 +342,20 @@ class Deletion:
                 continue
             try:
                 manifest, _ = load_manifest(child)
-                child.sweep(manifest.data_folder)
-                child.trim(manifest.data_folder, (record.stack() for record in manifest.stacks))
-                self._directory.remember(SavedStep.of(int(name), manifest))
             except NotACheckpointError:
                 child.clear(evict=False)
+                continue
             except (CorruptError, StorageError) as error:
                 _log.warning("%s cannot be read, and no rule deletes it: %s", child.url, error)
+                continue
+            self._directory.remember(SavedStep.of(int(name), manifest))
+            try:
+                child.sweep(manifest.data_folder)
+                child.trim(manifest.data_folder, (record.stack() for record in manifest.stacks))
+            except StorageError as error:
+                if error.errno != errno.EACCES:
+                    raise
+                _log.warning("remains of killed saves may be left in %s: %s", child.url, error)
 
 
 _all = weakref.WeakSet[Deletion]()

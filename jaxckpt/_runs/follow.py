@@ -136,7 +136,7 @@ def _close_at_exit() -> None:
 
 def _close_all() -> None:
     for steps in [*_open]:
-        with contextlib.suppress(ValueError):  # another thread runs it
+        with contextlib.suppress(ValueError, StorageError):  # ValueError: another thread runs it
             steps.close()
 
 

@@ -121,7 +121,7 @@ class NativeCheckpoint:
                     reason += f"; it describes {show_leaves(paths_at(self.manifest, number, (0, record.rows)))}"
                 problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
-            remedy = f"`jaxckpt repair {shlex.quote(self.url)}` writes what is lost again"
+            remedy = f"`jaxckpt repair {shlex.quote(self.url)}` writes what is lost again, if it can"
             raise DataError.of(f"{show_count(len(problems), 'metadata file')} changed after the save", problems, remedy)
         self._intact.update(stacks)
 

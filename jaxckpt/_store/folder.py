@@ -428,8 +428,9 @@ class Folder:
         except (OSError, JaxckptError):
             # The manifest is in place, but perhaps not durable, or its data was deleted. A save that raises must not
             # leave it published.
-            with contextlib.suppress(OSError, JaxckptError):
-                self._remove_copy(data, sync=False)  # else the data seems to have been published
+            if proof == WRITER:  # a repair keeps the copy, which is all that is left of the manifest
+                with contextlib.suppress(OSError, JaxckptError):
+                    self._remove_copy(data, sync=False)  # else the data seems to have been published
             with contextlib.suppress(OSError, JaxckptError):
                 self._withdraw(data, manifest, previous)
             raise

@@ -1,6 +1,6 @@
 """Turns data at a path into a checkpoint. All saves publish here; `repair` publishes the second copy of a manifest.
 
-    with begin(store, save_id, previous, stacks) as transaction:        # in one process
+    with contextlib.closing(begin(store, save_id, previous, stacks)) as transaction:    # in one process
         …                                                       # every process writes to `transaction.data`
         transaction.commit(manifest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Generator, Iterable
@@ -80,7 +81,7 @@ def test_the_later_of_two_savers_is_told(gluster: Hosts, overwrite: bool) -> Non
         replace(here, 1)
     store = store_at(there, Options())
     previous = store.read(MANIFEST)
-    with store.begin_save("1" * 32, previous) as transaction:
+    with contextlib.closing(store.begin_save("1" * 32, previous)) as transaction:
         replace(here, 2)
         with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="another save published"):
             transaction.commit(b"{}", sync=False)

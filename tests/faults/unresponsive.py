@@ -335,7 +335,7 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     constructor: Any = inspect.unwrap(jaxckpt.Options.__init__)
     constructor.__kwdefaults__["timeout_seconds"] = SECONDS  # for calls that take no options
-    _options._DEFAULT = OPTIONS
+    object.__setattr__(_options.DEFAULT_OPTIONS, "timeout_seconds", SECONDS)
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "strike":
         cases = [(name, number) for number in map(int, sys.argv[3:]) for name in CALLS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -53,7 +54,7 @@ def test_of_two_first_saves_over_sftp_one_fails(hosts: tuple[Path, Path], monkey
 
     def save(path: Path, save_id: str) -> str | None:
         folder = Folder(str(path), str(path))
-        with folder.begin_save(save_id, None) as transaction:
+        with contextlib.closing(folder.begin_save(save_id, None)) as transaction:
             try:
                 transaction.commit(sealed(save_id), sync=False)
             except jaxckpt.errors.CheckpointExistsError:
