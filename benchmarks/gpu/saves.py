@@ -103,7 +103,7 @@ def short_steps(lab: Lab) -> Iterator[Figure]:
                 wait = CONTENDERS[name].save_async(lab.memory / "c", tree)
                 returned = time.perf_counter()
                 threading.Thread(target=lambda: (wait(), ended.append(time.perf_counter()))).start()  # noqa: B023
-            steps: list[float] = []
+            steps = [step()]
             while not ended:
                 steps.append(step())
             laps.setdefault(name, Laps()).add(
