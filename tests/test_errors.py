@@ -95,3 +95,19 @@ def test_an_error_names_the_leaf_whose_chunk_is_damaged(tmp_path: Path) -> None:
             read(tmp_path / "c")
         assert raised.value.paths == ("b",)
         assert read(tmp_path / "c", select=["a", "c"]).keys() == {"a", "c"}
+
+
+def test_an_error_through_rules_names_a_leaf_that_was_read(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {f"l{number}": np.arange(1000.0) + number for number in range(6)})
+    (file,) = (tmp_path / "c").glob("data-*/*/c/0/0")
+    content = bytearray(file.read_bytes())
+    content[3 * 8000 + 1000] ^= 1  # in l3
+    file.write_bytes(content)
+    names = {f"l{number}": f"n{5 - number}" for number in range(6)}
+    rules = jaxckpt.rules.Rules([jaxckpt.rules.Rule(source=old, target=new) for old, new in names.items()])
+    with pytest.raises(errors.DataError) as raised:
+        jaxckpt.load_numpy(tmp_path / "c", rename=rules)
+    assert "n2" in raised.value.paths
+    with pytest.raises(errors.DataError) as raised:
+        jaxckpt.load_numpy(tmp_path / "c", select="l3")
+    assert raised.value.paths == ("l3",)

@@ -572,3 +572,34 @@ def test_a_lost_zarr_json_is_written_again(damage: Callable[[Path], object], tmp
     assert jaxckpt.verify(path).ok
     assert "has lost no metadata" in run("repair", str(path)).stdout
     assert jaxckpt.restore(path)["n"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_repair_that_fails_keeps_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c"
+    jaxckpt.save(path, {"n": np.arange(4)})
+    (path / MANIFEST).unlink()
+    fsync, failing = os.fsync, [True]
+
+    def fails_once(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}") == str(path) and failing:
+            failing.clear()
+            raise OSError(5, "an injected error")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", fails_once)
+    with pytest.raises(jaxckpt.errors.StorageError, match="an injected error"):
+        repair(path, jaxckpt.Options())
+    assert not failing
+    assert repair(path, jaxckpt.Options())
+    assert jaxckpt.restore(path)["n"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_lost_stack_does_not_prevent_the_repair_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    jaxckpt.save(path, {"a": np.arange(6.0), "n": np.arange(4)})
+    first, second = sorted(path.glob("data-*/*/"))
+    shutil.rmtree(first)
+    (second / "zarr.json").unlink()
+    assert repair(path, jaxckpt.Options())
+    assert (second / "zarr.json").exists()
+    assert not first.exists()
