@@ -230,7 +230,7 @@ with jaxckpt.Checkpointer(sys.argv[1], keep_last=2) as checkpoints:
         checkpoints.save(step, state)
 assert jaxckpt.Run(sys.argv[1]).steps() == [10, 50, 60]
 report = jaxckpt.verify(sys.argv[1])
-assert [problem.object.rpartition("/")[2] for problem in report.problems] == ["00000010"], report
+assert [problem.object for problem in report.problems] == ["00000010/manifest.json"], report
 assert report.leaves == 2
 print("all checks passed")
 """
