@@ -264,8 +264,9 @@ _ABANDONED_SECONDS = 2.0
 
 
 def finish_at_exit(finish: Callable[[], object]) -> None:
-    """Call this when the program exits, after those that were given earlier."""
-    _finishers.append(finish)
+    """Call this once when the program exits, after those that were given earlier."""
+    if finish not in _finishers:
+        _finishers.append(finish)
 
 
 def finish_first() -> None:

@@ -52,6 +52,7 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
     term_seconds, holder_pid = require_seconds(term_seconds, "term_seconds"), os.getpid()
     name, folder = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}", run.child(RUN)
     stop, write_lock, lifetime_token = Latch(), threading.Lock(), Latch()
+    release = functools.partial(_release, folder, name, stop, write_lock)
     try:
         try:
             run.create_child(RUN).put(name, _encode_lease(term_seconds, 0))
@@ -65,15 +66,15 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
         start_thread(
             functools.partial(_renew, folder, name, term_seconds, stop, write_lock, token_ref), "jaxckpt-lease"
         )
-        _release_at_exit()
-        _held[name] = functools.partial(_release, folder, name, stop, write_lock)
+        finish_at_exit(_release_all)  # only now, so that deletions, which respect leases, finish before
+        _held[name] = release
         _require_not_deleted(run, folder, step)
         yield
     finally:
         # A forked process does not hold the lease. After the end of the program, nobody does.
         if not stop.is_set and os.getpid() == holder_pid:
             seconds = getattr(folder, "timeout_seconds", _DELETION_SECONDS)
-            run_to_the_end(functools.partial(_release, folder, name, stop, write_lock), seconds)
+            run_to_the_end(release, seconds)
 
 
 _held = dict[str, Callable[[], None]]()
@@ -85,12 +86,6 @@ def _release_all() -> None:
     for release in [*_held.values()]:
         with contextlib.suppress(StorageError):  # it expires
             run_to_the_end(release, _DELETION_SECONDS)
-
-
-@functools.cache
-def _release_at_exit() -> None:
-    """Only when a lease is held, so that deletions, which respect leases, finish before."""
-    finish_at_exit(_release_all)
 
 
 os.register_at_fork(after_in_child=_held.clear)

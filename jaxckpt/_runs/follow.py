@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 import weakref
@@ -123,15 +122,9 @@ _open = weakref.WeakSet[Generator[Step]]()
 
 def close_at_exit(steps: Generator[Step]) -> Generator[Step]:
     """The same generator. Python would free it so late that it could not release its lease."""
-    _close_at_exit()
+    finish_at_exit(_close_all)  # only now, so that deletions, which respect leases, finish before
     _open.add(steps)
     return steps
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    """Only when a run is followed, so that deletions, which respect leases, finish before."""
-    finish_at_exit(_close_all)
 
 
 def _close_all() -> None:
