@@ -29,12 +29,12 @@ import workloads
 from rich.table import Table
 
 import jaxckpt
-from jaxckpt._restore import assembly, fetch, placement, restore, wants
+from jaxckpt._restore import assembly, placement, restore, wants
 
 TIMED: tuple[tuple[Any, str, str], ...] = (
     (restore, "source_at", "open"),
     (restore, "resolve", "match"),
-    (fetch, "plan_wants", "plan"),
+    (restore, "plan_wants", "plan"),
     (wants, "plan_read", "plan"),
     (placement.LeafBuilder, "deliver", "place"),
     (placement.LeafBuilder, "create_unread_leaves", "place"),

@@ -10,7 +10,7 @@ import importlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from jaxckpt._pipeline import exit_status, threads
+from jaxckpt._pipeline import lanes, threads
 
 __version__ = "0.1.0"
 
@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from jaxckpt._arguments.leaf_types import register_leaf
     from jaxckpt._convert.convert import convert
     from jaxckpt._inspect.diff import diff
-    from jaxckpt._inspect.leaf import LazyLeaf
-    from jaxckpt._inspect.open import Checkpoint, open
+    from jaxckpt._inspect.open import Checkpoint, LazyLeaf, open
     from jaxckpt._inspect.report import report
     from jaxckpt._inspect.verify import verify
     from jaxckpt._local_tier.tier import LocalTier
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     from jaxckpt._save.save import save, save_async
     from jaxckpt.errors import CorruptError, JaxckptError, MismatchError, Preempted
 
-exit_status.exit_with_status_at_exit()  # now, so that it runs after everything that the program registers with atexit
+lanes.exit_with_status_at_exit()  # now, so that it runs after everything that the program registers with atexit
 
 _MODULES = {
     "_arguments.leaf_types": "register_leaf",

@@ -12,5 +12,5 @@ from jaxckpt._inspect.verify import VerifyReport as VerifyReport
 from jaxckpt._local_tier.tier import LocalBytes as LocalBytes
 from jaxckpt._pipeline.progress import Progress as Progress
 from jaxckpt._restore.read_plan import ReadCost as ReadCost
-from jaxckpt._run_folder.incidents import Incident as Incident
+from jaxckpt._run_folder.steps import Incident as Incident
 from jaxckpt._save.running_saves import SaveInfo as SaveInfo

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._model.chunking import LARGE_CHUNK_BYTES
+from jaxckpt._model.stacks import LARGE_CHUNK_BYTES
 from jaxckpt._restore import placement as _placing
 from jaxckpt._restore import read_plan as _plan
 from jaxckpt._restore import wants as _wants

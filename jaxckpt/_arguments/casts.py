@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxckpt._arguments.prefix_keys import is_meant_for, key_problem
-from jaxckpt._arguments.pytree import flatten
+from jaxckpt._arguments.pytree import flatten, is_meant_for, key_problem
 from jaxckpt._model.dtypes import DTYPES, NAN_LESS, dtype_name, is_lossless
 from jaxckpt._model.paths import closest_hint, containers_of, longest_prefix, relative_path
 from jaxckpt._model.pieces import Array, assign

@@ -11,8 +11,7 @@ from typing import Any, Protocol, TypeGuard, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxckpt._arguments.prefix_keys import key_problem, pattern_of
-from jaxckpt._arguments.pytree import Leaf, flatten
+from jaxckpt._arguments.pytree import Leaf, flatten, key_problem, pattern_of
 from jaxckpt._model.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
 from jaxckpt._model.paths import closest_hint, containers_of, escape_key, longest_prefix, mask_numbers
 from jaxckpt._model.select import parse_select, unmatched_hint

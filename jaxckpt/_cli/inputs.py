@@ -16,8 +16,7 @@ import click
 
 from jaxckpt._cli.arguments import SpecRule
 from jaxckpt._cli.terminal import is_special, printable
-from jaxckpt._inspect.leaf import LazyLeaf
-from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.open import Checkpoint, LazyLeaf
 from jaxckpt._model.paths import containers_of
 from jaxckpt._model.select import parse_select, unmatched_hint
 from jaxckpt._model.tree import Tree, nested_dicts

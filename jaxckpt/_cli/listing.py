@@ -29,11 +29,10 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.workers import submit
-from jaxckpt._run_folder.incidents import Incident, read_incidents
+from jaxckpt._run_folder.leases import pins
 from jaxckpt._run_folder.metrics import AddedMetrics, read_added_metrics
-from jaxckpt._run_folder.pins import pins
 from jaxckpt._run_folder.run_paths import steps_of
-from jaxckpt._run_folder.steps import is_step
+from jaxckpt._run_folder.steps import Incident, is_step, read_incidents
 from jaxckpt._sources.compose import metrics_of_another_library
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.store import Store

@@ -30,8 +30,7 @@ from jaxckpt._cli.terminal import (
     terminal_width,
 )
 from jaxckpt._formats.npy_file import write_npy_header
-from jaxckpt._inspect.leaf import LazyLeaf, saved_spec
-from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.open import Checkpoint, LazyLeaf, saved_spec
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.short_names import shorten_end, shorten_names
 from jaxckpt._model.dtypes import npy_dtype

@@ -24,11 +24,11 @@ from jaxckpt._inspect.verify import repair as repair_manifests
 from jaxckpt._inspect.verify import repair_remedy
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
+from jaxckpt._run_folder.leases import pin_step, pins, require_unpinned, unpin_name
 from jaxckpt._run_folder.metrics import clear_step
-from jaxckpt._run_folder.pins import pin_step, pins, require_unpinned, unpin_name
 from jaxckpt._run_folder.run_paths import resolve_step, run_and_name, steps_of
 from jaxckpt._run_folder.steps import is_link, is_step, step_name
-from jaxckpt._runs.fork import fork_step
+from jaxckpt._runs.run import fork_step
 from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import InputError, ManifestError, NotACheckpointError, StorageError

@@ -17,9 +17,8 @@ import msgspec
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
-from jaxckpt._run_folder.leases import hold
+from jaxckpt._run_folder.leases import all_pins, hold, pin_file_name, pins
 from jaxckpt._run_folder.metrics import metrics_of
-from jaxckpt._run_folder.pins import all_pins, pin_file_name, pins
 from jaxckpt._run_folder.run_paths import possible_steps
 from jaxckpt._run_folder.steps import (
     BEST,

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxckpt._devices.exchange import own_mesh, start_indices, transfer_context, transfer_dtype
+from jaxckpt._devices.interconnect import own_mesh, start_indices, transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import pinned_memory
 from jaxckpt._pipeline.pipeline import Budget
 

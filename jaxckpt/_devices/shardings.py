@@ -23,8 +23,7 @@ from jaxckpt._model.grid import (
     spec_boxes,
     spec_of,
 )
-from jaxckpt._model.leaves import SavedLeaf
-from jaxckpt._model.records import LayoutRecord, Manifest, MeshRecord
+from jaxckpt._model.records import LayoutRecord, Manifest, MeshRecord, SavedLeaf
 from jaxckpt.errors import LayoutError, SpecError
 
 Placement = tuple[tuple[Any, int, Box], ...]

@@ -15,10 +15,9 @@ import numpy as np
 from jaxckpt._formats.export import Data, arrays_of, names_of, slabs, write_json
 from jaxckpt._formats.index_files import read_json
 from jaxckpt._model import zarr
-from jaxckpt._model.chunking import chunk_shape, largest_chunk_bytes, object_shape
 from jaxckpt._model.paths import path_prefixes
 from jaxckpt._model.pieces import Pieces
-from jaxckpt._model.stacks import Stack
+from jaxckpt._model.stacks import Stack, chunk_shape, largest_chunk_bytes, object_shape
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.format_registry import Format

@@ -18,16 +18,16 @@ from jaxckpt._inspect.executors import UNIT_BYTES, OpenedElsewhere, Remembered, 
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.grid import Box, cut_to_size, volume, whole_box
-from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
+from jaxckpt._model.records import SavedLeaf
 from jaxckpt._model.select import Select, Selector, parse_select
 from jaxckpt._model.tree import Structure, empty_positions, prune
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._pipeline.progress import Report, display_progress
-from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.read_loop import read_box
 from jaxckpt._restore.resolve import AbstractLeaf
+from jaxckpt._restore.restore import fetch
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source

@@ -15,8 +15,7 @@ from jax.sharding import Mesh, Sharding
 from jaxckpt._devices.shardings import PlannedSharding
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
 from jaxckpt._model.grid import Spec, show_axes, show_spec, spec_of, volume
-from jaxckpt._model.leaves import show_layout
-from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
+from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord, show_layout
 from jaxckpt._options import Options
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore.read_plan import ReadCost

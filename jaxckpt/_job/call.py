@@ -12,9 +12,10 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 
@@ -25,7 +26,7 @@ from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.control import Cancellation, Phases
 from jaxckpt._pipeline.threads import Task
 from jaxckpt._pipeline.watchdog import Watchdog, under
-from jaxckpt.errors import InputError
+from jaxckpt.errors import InputError, PeerFailedError
 
 T = TypeVar("T")
 
@@ -232,3 +233,44 @@ def _with_settings(enable_x64: bool, default_device: Any, work: Callable[[], T])
         jax.transfer_guard("allow"),  # the caller has asked for these transfers
     ):
         return work()
+
+
+# Calls with collectives -----------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class CollectiveCalls(Generic[Item, Result]):
+    """One call for each item. The other processes would wait forever in a call that this process does not make.
+
+        with CollectiveCalls(items, call) as calls:
+            for item in calls:
+                result = calls.run_next(given)  # call(item, given)
+
+    If the block raises, the remaining calls are made. In a lane, where no interrupt can end a call.
+    """
+
+    def __init__(self, items: Iterable[Item], call: Callable[[Item, Any], Result]) -> None:
+        """`call` gets an item, and what `run_next` is given; None if only the other processes need the call."""
+        self._left = deque(items)
+        self._call = call
+
+    def __iter__(self) -> Iterator[Item]:
+        """The item of each next call, which the caller makes with `run_next`."""
+        while self._left:
+            yield self._left[0]
+
+    def run_next(self, data: Any = None) -> Result:
+        """Make the next call."""
+        return self._call(self._left.popleft(), data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # If a peer has failed, no call can succeed, and no process waits in one.
+        if error is not None and not isinstance(error, PeerFailedError):
+            with contextlib.suppress(Exception):  # it must not hide the reason
+                while self._left:
+                    self.run_next()

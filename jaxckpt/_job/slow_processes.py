@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.progress import Moved
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt.errors import show_lines

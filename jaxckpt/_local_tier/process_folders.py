@@ -20,9 +20,18 @@ import msgspec
 import numpy as np
 
 from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._local_tier.copies import CopiedPlan, plan_local_save
+from jaxckpt._local_tier.copies import (
+    CopiedPlan,
+    Incoming,
+    Outgoing,
+    Pair,
+    Round,
+    RoundCalls,
+    plan_local_save,
+    plan_rounds,
+    round_calls,
+)
 from jaxckpt._local_tier.flush import Flush
-from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, Round, RoundCalls, plan_rounds, round_calls
 from jaxckpt._local_tier.tier import KeptStep, LocalSteps, pack, unpack
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model import typed_json

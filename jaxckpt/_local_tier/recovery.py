@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._local_tier.peer_reads import DamagedError
-from jaxckpt._local_tier.step_files import Availability, Candidate, Files, missing_files
+from jaxckpt._local_tier.peer_reads import Availability, Candidate, DamagedError, Files, missing_files
 from jaxckpt._local_tier.tier import LocalSteps, pack, unpack
 from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._model.file_names import MANIFEST, is_sealed

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._local_tier.peer_reads import arriving
-from jaxckpt._local_tier.step_files import Availability, FileRequest, Files, split_request
+from jaxckpt._local_tier.peer_reads import Availability, FileRequest, Files, arriving, split_request
 from jaxckpt._model import zarr
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, extent, slices_within

@@ -17,6 +17,7 @@ import contextlib
 import contextvars
 import errno
 import functools
+import logging
 import os
 import sys
 import threading
@@ -301,3 +302,68 @@ def _forget_lanes() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_lanes)
+
+
+# The exit status of the program ---------------------------------------------------------------------------
+# Python prints errors in functions that are registered with atexit, but then exits with status 0.
+
+_status = 0
+
+
+def set_exit_status(status: int) -> None:
+    """Make the program exit with this status, whatever it passes to sys.exit. Only the first call has an effect."""
+    global _status
+    _status = _status or status
+
+
+def exit_with_status_at_exit() -> None:
+    """Register this with atexit. Functions that are registered later run before it. If there is a status, functions
+    that were registered earlier do not run."""
+    atexit.register(_exit_with_status)
+
+
+def _exit_with_status() -> None:
+    if _status:  # Python cannot exit cleanly while a thread is writing
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)
+
+
+# The log --------------------------------------------------------------------------------------------------
+# `logging` takes its locks in Python code. An interrupt of the main thread right after that leaves a lock held, and
+# every other thread that logs then waits forever. So lines of the main thread are logged in a lane.
+
+_logger = logging.getLogger("jaxckpt")
+
+_LOG_SECONDS = 60.0
+"""How long a handler may take. The call then continues without it."""
+
+
+class LaneLog:
+    """As `logging.Logger`, without its locks in the main thread."""
+
+    def is_enabled_for(self, level: int) -> bool:
+        """Whether lines of this level are logged. `Logger.isEnabledFor` may take a lock."""
+        return level >= _logger.getEffectiveLevel() and level > logging.root.manager.disable
+
+    def log(self, level: int, message: str, *arguments: object) -> None:
+        if not self.is_enabled_for(level):
+            return
+        write = functools.partial(_logger.log, level, message, *arguments)
+        if is_in_lane() or threading.current_thread() is not threading.main_thread():
+            write()
+        else:
+            run(write, Watchdog(_LOG_SECONDS), until=time.monotonic() + _LOG_SECONDS)
+
+    def info(self, message: str, *arguments: object) -> None:
+        self.log(logging.INFO, message, *arguments)
+
+    def warning(self, message: str, *arguments: object) -> None:
+        self.log(logging.WARNING, message, *arguments)
+
+    def error(self, message: str, *arguments: object) -> None:
+        self.log(logging.ERROR, message, *arguments)
+
+
+log = LaneLog()

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import Request, in_caller
+from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.units import show_bytes, show_rate
 from jaxckpt._pipeline.watchdog import current_watchdog
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._devices.exchange import transfer_context, transfer_dtype
+from jaxckpt._devices.interconnect import transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import memory_kind
 from jaxckpt._model.grid import Box, volume
 from jaxckpt._model.pieces import Array

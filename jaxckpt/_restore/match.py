@@ -20,7 +20,6 @@ from jaxckpt._arguments.leaf_types import LeafType, leaf_type
 from jaxckpt._arguments.pytree import Leaf, flatten, flatten_values, is_reference
 from jaxckpt._arguments.specs import Specs, mesh_axes
 from jaxckpt._devices.shardings import TypedLeaf, mesh_in_context
-from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.paths import (
     closest_hint,
     containers_of,
@@ -31,7 +30,7 @@ from jaxckpt._model.paths import (
     relative_path,
     unescape_key,
 )
-from jaxckpt._model.records import Manifest
+from jaxckpt._model.records import Manifest, SavedLeaf
 from jaxckpt._model.select import Rename, Select, Selector, parse_select
 from jaxckpt._model.tree import (
     Container,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxckpt._devices.exchange import own_mesh, transfer_context, transfer_dtype
+from jaxckpt._devices.interconnect import own_mesh, transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import PlannedSharding, addressable_boxes
 from jaxckpt._model.grid import Box, extent
 from jaxckpt._model.pieces import Array, assign

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, cut_to_size, extent, intersection, slices_within, volume, whole_box
-from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, aligned_empty, assign
+from jaxckpt._model.records import SavedLeaf
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS
 from jaxckpt._options import Options

@@ -8,12 +8,12 @@ import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack, overload
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
@@ -25,17 +25,19 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
-from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_alone
-from jaxckpt._pipeline.progress import record_event
+from jaxckpt._pipeline.progress import Report, display_progress, record_event
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore.assembly import TargetObject
-from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
+from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
+from jaxckpt._restore.read_loop import detect_replacement, read, reads_of
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, resolve
-from jaxckpt._restore.shared_exchange import require_agreement
+from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared, require_agreement
+from jaxckpt._restore.shared_reads import wants_digest
 from jaxckpt._restore.strictness import Strict
-from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
+from jaxckpt._restore.wants import plan_reads, plan_wants, split_ties
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._run_folder.steps import is_step
@@ -50,6 +52,25 @@ from jaxckpt.errors import (
     Problem,
     show_count,
 )
+
+T = TypeVar("T")
+
+DescribedLeaf: TypeAlias = jax.ShapeDtypeStruct | Sharding | PartitionSpec
+
+DescribedTree: TypeAlias = "DescribedLeaf | Mapping[str, DescribedTree] | Sequence[DescribedTree] | None"
+"""A target that describes arrays. The result has arrays in their places, so its type is another."""
+
+
+class RestoreArguments(TypedDict, total=False):
+    """The keyword arguments that every restore takes; `jaxckpt.restore` describes them."""
+
+    mesh: Mesh | None
+    specs: Specs
+    select: Select | None
+    rename: Renaming | None
+    strict: Strict
+    dtype: Dtypes
+    tied: bool
 
 
 @overload
@@ -419,3 +440,74 @@ def load_numpy(
         return resolved.assembly.assemble(fetch(source, resolved.leaves, options, rendezvous))
 
     return run_alone(load, options.timeout_seconds)
+
+
+# Reading --------------------------------------------------------------------------------------------------
+# abstract leaves ─▶ wants ─▶ read steps, of this process and shared ─▶ destinations ─▶ values
+
+
+def fetch(
+    source: Source,
+    abstract_leaves: Mapping[int, AbstractLeaf],
+    options: Options,
+    rendezvous: Rendezvous,
+    *,
+    tied: bool = False,
+    shown: contextlib.ExitStack | None = None,
+) -> dict[int, Any]:
+    """The value of every leaf by its number. If `tied`, leaves that share a row and a form become one value.
+
+    Every process of the rendezvous calls this, in a lane. Each checks some of the small files that describe stacks.
+    They read for each other if `options.read` says so. `shown` keeps the progress of the last reads on display.
+    """
+    representative: dict[int, int] = {}
+    if tied:
+        first = dict[tuple[int, AbstractLeaf], int]()
+        ties = source.manifest.ties
+        representative = {
+            number: first.setdefault((ties.get(number, number), abstract), number)
+            for number, abstract in abstract_leaves.items()
+        }
+        abstract_leaves = {number: abstract_leaves[number] for number in representative.values()}
+    process, processes = rendezvous.call.index, rendezvous.call.count
+    records = source.manifest.leaves
+    values = {
+        number: value_in_manifest(records[number], abstract)
+        for number, abstract in abstract_leaves.items()
+        if records[number].stack is None
+    }
+    for group in split_ties(source.manifest, abstract_leaves):
+        wants = plan_wants(source, group, options, [process], range(processes))
+        job_size = processes if wants.layouts is not None and needs_whole_job() else None
+        (reads,) = plan_reads(wants, options, [process], job_size)
+        leaves = LeafBuilder(source.manifest, wants, destinations(wants, process))
+        with detect_replacement(source, group), contextlib.ExitStack() as until_read:
+            if shown is not None:
+                shown.close()
+            display = (shown or until_read).enter_context(display_progress("restore", reads.n_bytes, options.progress))
+
+            def report(n_bytes: int, display: Report = display) -> None:
+                rendezvous.call.cancellation.check()
+                display(n_bytes)
+
+            source.require_metadata(sorted(wants.by_stack)[process::processes])
+            if reads.rounds:
+                digest = wants_digest(wants.layouts_for(process), options.host_bytes)
+                read_shared(source, reads.rounds, digest, options, leaves, report, rendezvous)
+            boxes = ((step.stack, planned.boxes) for step, planned in reads_of(reads.steps))
+            with source.arrivals(boxes, options, rendezvous) as arrivals:
+                read(source, reads.steps, options, leaves, report, arrivals)
+        leaves.create_unread_leaves()
+        values |= leaves.values
+    for number, abstract in abstract_leaves.items():
+        if abstract.weak:
+            values[number] = _weakly_typed(values[number])
+        if abstract.is_reference:
+            values[number] = jax.new_ref(values[number])
+    return values | {number: values[first_number] for number, first_number in representative.items()}
+
+
+def _weakly_typed(array: Any) -> Any:
+    """The same array with a weak type and the same buffers. JAX has no public function for this."""
+    aval = array.aval.update(weak_type=True)
+    return type(array)(aval, array.sharding, array._arrays, committed=array.committed, _skip_checks=True)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxckpt._devices.interconnect import Interconnect
-from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._job.call import CollectiveCalls
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, extent

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxckpt._arguments.prefix_keys import key_problem
-from jaxckpt._arguments.pytree import flatten
+from jaxckpt._arguments.pytree import flatten, key_problem
 from jaxckpt._model.paths import closest_hint, containers_of, longest_prefix, path_prefixes
 from jaxckpt._model.tree import Structure, nested_dicts, nodes_of
 from jaxckpt._options import require_bool

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, Spec, whole_box
-from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.paths import relative_path
-from jaxckpt._model.records import MeshRecord
+from jaxckpt._model.records import MeshRecord, SavedLeaf
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, MisfitError, solve
-from jaxckpt._rules.mapped_data import ComparedData, MappedData, MappedSource
+from jaxckpt._rules.mapped_data import ComparedData, MappedData, MappedSource, dequantize
 from jaxckpt._rules.rule import CaptureValues, Rule, captures, fill_captures, paths_in
-from jaxckpt._rules.scales import dequantize
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, StackRow, as_foreign
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import show_path

@@ -8,8 +8,8 @@ from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import Manifest
+from jaxckpt._run_folder.leases import pins
 from jaxckpt._run_folder.metrics import read_added_metrics
-from jaxckpt._run_folder.pins import pins
 from jaxckpt._run_folder.steps import BEST, Mode, best_of, is_step, read_note, require_no_checkpoint, step_name
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.storage_errors import UNLISTABLE

@@ -31,31 +31,34 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._pipeline.lanes import run_alone, run_to_the_end
 from jaxckpt._restore.match import RestoreRequest
-from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
 from jaxckpt._restore.strictness import Strict
-from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._rules.rule_set import Rules
-from jaxckpt._run_folder.incidents import IncidentLog
 from jaxckpt._run_folder.metrics import metrics_of
-from jaxckpt._run_folder.steps import Mode, require_step
+from jaxckpt._run_folder.steps import IncidentLog, Mode, require_step
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.failures import Failures
-from jaxckpt._runs.fallback import Fallback, other_steps, require_on_unreadable
-from jaxckpt._runs.initial_state import target_of
 from jaxckpt._runs.preemption import PreemptionListener
-from jaxckpt._runs.process_states import Resplit, restore_process_state
+from jaxckpt._runs.resumption import (
+    Fallback,
+    Resplit,
+    StepFinder,
+    other_steps,
+    require_on_unreadable,
+    restore_process_state,
+    target_of,
+)
 from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
 from jaxckpt._runs.run import Run, StepName
 from jaxckpt._runs.saving import RunStep, Saver, checking
 from jaxckpt._runs.schedule import SaveSchedule
-from jaxckpt._runs.step_finder import StepFinder
 from jaxckpt._save.describe import describe
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import PendingSave, SaveInfo
-from jaxckpt._store.running_writes import await_writes
+from jaxckpt._store.store import await_writes
 from jaxckpt.errors import InputError, JaxckptError, PeersDisagreeError, Preempted
 
 

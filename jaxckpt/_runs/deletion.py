@@ -4,30 +4,103 @@ from __future__ import annotations
 
 import datetime
 import errno
-import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import msgspec
 
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline import lanes
+from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.threads import Latch, Task, is_shutting_down
-from jaxckpt._run_folder.leases import Leases, marked_steps
+from jaxckpt._run_folder.leases import Leases, marked_steps, pinned_steps, require_unpinned
 from jaxckpt._run_folder.metrics import clear_step, remove_metrics_of_deleted_steps
-from jaxckpt._run_folder.pins import pinned_steps, require_unpinned
-from jaxckpt._run_folder.steps import TRASH, is_link, is_step, step_name
+from jaxckpt._run_folder.steps import RUN, TRASH, is_link, is_step, read_note, step_name
 from jaxckpt._runs.directory import Directory
-from jaxckpt._runs.existing_steps import ExistingSteps
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep, creation_time
 from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt.errors import CorruptError, InputError, NotACheckpointError, StorageError
+from jaxckpt._store.store import Store
+from jaxckpt.errors import CorruptError, InputError, NotACheckpointError, StorageError, show_count
 
-_log = logging.getLogger("jaxckpt")
+# Steps that existed before --------------------------------------------------------------------------------
+#     _run/rules.json      {"rules": "…", "existing": [10, 20]}      the rules of the last Checkpointer that deleted
+#                      steps
+#
+# A Checkpointer with other rules than the last one names the steps that they do not keep in a warning when it restores
+# a step, and deletes them only after it has saved one. With the same rules, nothing is said: a resumed run continues.
+
+RULES = "rules.json"
+
+
+class _Record(msgspec.Struct, frozen=True):
+    rules: str
+    existing: list[int]
+
+
+class ExistingSteps:
+    """The steps that were there before. Process 0, in a lane."""
+
+    def __init__(self, run: Store, policy: RetentionPolicy, *, keep: bool) -> None:
+        """With `keep`, no rule deletes them."""
+        self._run = run
+        self._rules = f"{replace(policy, keep_if=None)!r}, {policy.keep_if is not None}, {keep}"
+        self._keep = keep
+        self._steps = frozenset[int]()
+        self._is_known = self._is_deletable = False
+
+    def find(self, steps: Collection[int]) -> None:
+        """Note which steps exist when the Checkpointer is created."""
+        self._steps = frozenset(steps)
+
+    def spared(self, unwanted: Collection[int], *, has_saved: bool) -> frozenset[int]:
+        """Of the steps that no rule keeps, those that must not be deleted yet, or never. `has_saved` is whether this
+        Checkpointer has published a step since the last call."""
+        if not self._is_known:
+            self._is_known = True
+            if (recorded := self._read()) is not None:
+                self._is_deletable, self._steps = not self._keep, frozenset(recorded)
+                return self._steps if self._keep else frozenset()
+            self._give_notice(sorted(self._steps.intersection(unwanted)))
+        self._is_deletable = self._is_deletable or (has_saved and not self._keep)
+        return frozenset() if self._is_deletable else self._steps
+
+    def _give_notice(self, steps: list[int]) -> None:
+        if steps and not self._keep:
+            shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
+            _log.warning(
+                "the keep_ rules of %s are new, and do not keep %s that existed before: %s. They are deleted after the"
+                " first save; Checkpointer(keep_existing=True) keeps them, and so does a pin",
+                self._run.url,
+                show_count(len(steps), "step"),
+                shown,
+            )
+        self.record()
+
+    def record(self) -> None:
+        """Note the rules in the run, so that the next Checkpointer with the same rules gives no notice."""
+        record = _Record(self._rules, sorted(self._steps) if self._keep else [])
+        try:
+            self._run.create_child(RUN).replace(RULES, msgspec.json.encode(record))
+        except StorageError:  # the next Checkpointer gives notice again
+            return
+
+    def _read(self) -> list[int] | None:
+        """The steps that the last Checkpointer kept because they existed before it; None if its rules were others."""
+        try:
+            record = read_note(self._run, RULES, _Record)
+        except (CorruptError, StorageError):
+            return None
+        return record.existing if record is not None and record.rules == self._rules else None
+
+
+# Deletion -------------------------------------------------------------------------------------------------
 
 
 class Deletion:

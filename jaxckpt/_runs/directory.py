@@ -18,11 +18,11 @@ from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
-from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.workers import submit
+from jaxckpt._run_folder.leases import pinned_steps
 from jaxckpt._run_folder.metrics import read_added_metrics
-from jaxckpt._run_folder.pins import pinned_steps
 from jaxckpt._run_folder.run_paths import manifest_of, run_and_name, steps_of
 from jaxckpt._run_folder.steps import (
     BEST,

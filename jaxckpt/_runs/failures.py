@@ -25,10 +25,10 @@ from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import cause_of
 from jaxckpt._model import typed_json
 from jaxckpt._options import Options, optional, require_seconds, require_whole_number
-from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.progress import record_event
 from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down
-from jaxckpt._run_folder.incidents import IncidentLog
+from jaxckpt._run_folder.steps import IncidentLog
 from jaxckpt._save.staging import HeldObjects
 from jaxckpt.errors import InputError, show_count
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxckpt._devices.exchange import transfer_context
+from jaxckpt._devices.interconnect import transfer_context
 from jaxckpt._devices.shardings import memory_kind, pinned_memory, processes_of
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._job.slow_processes import process_names

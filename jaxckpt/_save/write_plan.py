@@ -19,10 +19,9 @@ import numpy as np
 
 from jaxckpt._model import zarr
 from jaxckpt._model.checks import MAX_OBJECT_INDEX_BYTES
-from jaxckpt._model.chunking import SMALL_CHUNK_BYTES
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, IntArray, Layout, cell_shape, coarsen
-from jaxckpt._model.stacks import PACK_BELOW_BYTES, Stack, shape_stack
+from jaxckpt._model.stacks import PACK_BELOW_BYTES, SMALL_CHUNK_BYTES, Stack, shape_stack
 from jaxckpt._options import Options
 from jaxckpt.errors import InputError
 

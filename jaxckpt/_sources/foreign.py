@@ -16,9 +16,8 @@ import numpy as np
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._model.grid import Box, Spec, intersection, relative, show_box, slices_within
-from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, as_bits
-from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
+from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord, SavedLeaf
 from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit

@@ -15,7 +15,7 @@ import msgspec
 
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
-from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._run_folder.run_paths import (
     missing_step_error,
@@ -41,8 +41,7 @@ from jaxckpt._store.foreign_files import (
     url_of,
     using_files,
 )
-from jaxckpt._store.running_writes import await_writes
-from jaxckpt._store.store import Store
+from jaxckpt._store.store import Store, await_writes
 from jaxckpt._store.store_path import local_path, require_no_dangling_link, store_at, unchecked_store_at
 from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointError
 

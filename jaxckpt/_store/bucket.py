@@ -41,7 +41,7 @@ from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, retry_seconds
-from jaxckpt._pipeline.lane_log import log
+from jaxckpt._pipeline.lanes import log
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.workers import MappedWork, note_progress

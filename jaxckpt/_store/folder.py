@@ -54,11 +54,10 @@ from jaxckpt._store.files import (
     remove_if_empty,
 )
 from jaxckpt._store.load_manifest import find_lost, manifest_identity, overtaken_error, parse_note
-from jaxckpt._store.storage_errors import UNLISTABLE, retry_stale, translate_os_errors
+from jaxckpt._store.storage_errors import UNLISTABLE, retry_stale, translate_os_errors, watched
 from jaxckpt._store.store import ArrayReader, ArrayWriter, Store
 from jaxckpt._store.tensors import TensorFileReader, TensorFileWriter, TensorReader, open_in_folder
 from jaxckpt._store.transaction import Transaction
-from jaxckpt._store.watched import watched
 from jaxckpt.errors import CorruptError, DataError, InputError, JaxckptError, StorageError
 
 _LOCK_SECONDS = 300.0

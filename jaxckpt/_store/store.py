@@ -251,3 +251,36 @@ class Store(Protocol):
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Delete the folders of stacks that a published manifest no longer names."""
+
+
+# Running writes -------------------------------------------------------------------------------------------
+
+
+class RunningWrite(Protocol):
+    """A running save."""
+
+    owner: str
+    """The absolute path or URL of a run's directory, or of a checkpoint."""
+
+    def settle(self) -> None:
+        """Wait until it is published or has failed. Its error stays its owner's."""
+        ...
+
+
+_finders: list[Callable[[], Iterable[RunningWrite]]] = []
+
+
+def report_writes(find: Callable[[], Iterable[RunningWrite]]) -> None:
+    """Register a function that returns the running writes."""
+    _finders.append(find)
+
+
+def await_writes(store: Store) -> None:
+    """Wait until what this process is writing to a path, to a run that contains it, or below it is published or has
+    failed."""
+    url = store.absolute().url
+    for find in _finders:
+        for write in find():
+            is_inside = url == write.owner or url.startswith((f"{write.owner}/", f"{write.owner}@"))
+            if is_inside or write.owner.startswith(f"{url}/"):
+                write.settle()

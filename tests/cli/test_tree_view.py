@@ -19,7 +19,7 @@ from hostile import edited
 
 import jaxckpt
 from jaxckpt._cli import tree_view
-from jaxckpt._inspect import leaf as _leaf
+from jaxckpt._inspect import open as _open
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore import read_loop as reading
 
@@ -279,7 +279,7 @@ def test_cat_saves_an_array_that_is_larger_than_memory(
         return part
 
     monkeypatch.setattr(reading, "read_box", read_box)
-    monkeypatch.setattr(_leaf, "read_box", read_box)
+    monkeypatch.setattr(_open, "read_box", read_box)
     small = functools.partial(jaxckpt.open, options=jaxckpt.Options(host_bytes=host_bytes))
     monkeypatch.setattr(tree_view, "open_checkpoint", small)
     run("cat", str(tmp_path / "c"), "w", "--save", str(tmp_path / "w.npy"))

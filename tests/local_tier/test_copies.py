@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt._local_tier.copies import CopiedPlan, Domains, plan_copies
-from jaxckpt._local_tier.streams import Incoming, Outgoing, plan_channels, plan_rounds
+from jaxckpt._local_tier.copies import CopiedPlan, Domains, Incoming, Outgoing, plan_channels, plan_copies, plan_rounds
 from jaxckpt._model.grid import Layout
 from jaxckpt._options import Options
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save

@@ -20,7 +20,7 @@ from processes import PASSED, PROGRAMS, run_processes
 from strategies import stacks
 
 import jaxckpt
-from jaxckpt._local_tier.step_files import (
+from jaxckpt._local_tier.peer_reads import (
     Candidate,
     FileRequest,
     candidates,

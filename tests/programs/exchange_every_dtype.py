@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._devices.exchange import replicate_box
+from jaxckpt._devices.interconnect import replicate_box
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._pipeline.watchdog import Watchdog, under
 

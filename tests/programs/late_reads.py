@@ -16,12 +16,12 @@ from joined import args, process_id
 import jaxckpt
 from jaxckpt._devices import interconnect
 from jaxckpt._inspect import restore_plan
-from jaxckpt._restore import fetch, shared_exchange, wants
+from jaxckpt._restore import restore, shared_exchange, wants
 
 if args["accelerators"]:  # simulate a TPU slice: devices with their own memory and links
     wants.can_keep_buffers = lambda abstract: not abstract.on_devices
     interconnect.n_sending_devices = len
-    shared_exchange.needs_whole_job = fetch.needs_whole_job = restore_plan.needs_whole_job = lambda: True
+    shared_exchange.needs_whole_job = restore.needs_whole_job = restore_plan.needs_whole_job = lambda: True
 shared_exchange._UNCOMPARED_SECONDS = 1.0
 devices = np.array(jax.devices())
 square = Mesh(devices.reshape(2, -1), ("data", "model"))

@@ -20,13 +20,13 @@ from joined import args, process_id
 import jaxckpt
 from jaxckpt._devices import interconnect
 from jaxckpt._inspect import restore_plan
-from jaxckpt._restore import fetch, shared_exchange, wants
+from jaxckpt._restore import restore, shared_exchange, wants
 
 jax.config.update("jax_enable_x64", True)
 if args["accelerators"]:  # simulate a TPU slice: devices with their own memory and links
     wants.can_keep_buffers = lambda abstract: not abstract.on_devices
     interconnect.n_sending_devices = len
-    shared_exchange.needs_whole_job = fetch.needs_whole_job = restore_plan.needs_whole_job = lambda: True
+    shared_exchange.needs_whole_job = restore.needs_whole_job = restore_plan.needs_whole_job = lambda: True
 host = jaxckpt.load_numpy(args["path"])
 saved = jaxckpt.open(args["path"])
 devices = np.array(jax.devices())

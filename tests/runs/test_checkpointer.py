@@ -1000,7 +1000,7 @@ def test_a_step_given_as_an_array_is_deleted(tmp_path: Path, local: bool) -> Non
 def test_a_state_or_a_manifest_that_could_not_be_read_back_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxckpt._save.prepare.MAX_FILE_BYTES", 4096)
+    monkeypatch.setattr("jaxckpt._save.save.MAX_FILE_BYTES", 4096)
     with jaxckpt.Checkpointer(tmp_path, options=FAST, background=False) as checkpoints:
         checkpoints.save(1, {"x": 1}, process_state={"at": "a" * 2000})
         with pytest.raises(

@@ -17,7 +17,7 @@ from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt import errors
-from jaxckpt._run_folder import pins
+from jaxckpt._run_folder import leases
 from jaxckpt._store.folder import Folder
 
 FAST = jaxckpt.Options(sync=False)
@@ -201,14 +201,14 @@ def test_of_two_concurrent_moves_of_a_pin_neither_loses_its_step(
 ) -> None:
     save(tmp_path, 1, 2)
     run = jaxckpt.Run(tmp_path, options=FAST)
-    list_pins, barrier = pins.all_pins, threading.Barrier(2)
+    list_pins, barrier = leases.all_pins, threading.Barrier(2)
 
     def list_together(run: Any) -> list[tuple[int, str]]:
         listed = list_pins(run)
         barrier.wait(30)
         return listed
 
-    monkeypatch.setattr(pins, "all_pins", list_together)
+    monkeypatch.setattr(leases, "all_pins", list_together)
     with ThreadPoolExecutor() as threads:
         moves = [threads.submit(run.pin, step, "best-so-far", move=True) for step in (1, 2)]
         assert [move.result(60) for move in moves] == [1, 2]

@@ -33,8 +33,8 @@ from jaxckpt._pipeline import workers
 from jaxckpt._save import running_saves as _background
 from jaxckpt._save import shared_path as _shared_path
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.prepare import prepare
 from jaxckpt._save.request import PlanCache, SaveRequest
+from jaxckpt._save.save import prepare
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write import OwnShare
 from jaxckpt._store.files import FileWriter

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._model import chunks as _chunks
-from jaxckpt._model.chunking import SMALL_CHUNK_BYTES
 from jaxckpt._model.pieces import aligned_empty
+from jaxckpt._model.stacks import SMALL_CHUNK_BYTES
 from jaxckpt._save import staging as _staging
 from jaxckpt._store import codec as _codec
 from jaxckpt._store import files as _files

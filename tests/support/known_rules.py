@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxckpt._options import Options
-from jaxckpt._runs.existing_steps import ExistingSteps
+from jaxckpt._runs.deletion import ExistingSteps
 from jaxckpt._runs.retention import RetentionPolicy
 from jaxckpt._store.store_path import run_at
 

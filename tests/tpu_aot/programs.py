@@ -28,7 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._devices import device_to_host, exchange, interconnect
+from jaxckpt._devices import device_to_host, interconnect
 from jaxckpt._restore import batched_placement, placement
 from jaxckpt._save import staging
 
@@ -98,7 +98,7 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
         yield (
             "exchange",
             name,
-            exchange.box_replicator(split, BOX),
+            interconnect.box_replicator(split, BOX),
             [abstract(LARGE, dtype, split), abstract((2,), np.int32)],
         )
         cut = device_to_host.cutter((part[0] // 2, part[1]), np.dtype(dtype))
@@ -107,13 +107,13 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
     yield (
         "exchange from pinned_host",
         "float32",
-        exchange.box_replicator(pinned, BOX),
+        interconnect.box_replicator(pinned, BOX),
         [
             abstract(LARGE, np.float32, pinned),
             abstract((2,), np.int32),
         ],
     )
-    objects = exchange.box_replicator(split, OBJECT)
+    objects = interconnect.box_replicator(split, OBJECT)
     yield "exchange of an object", "float32", objects, [abstract(LARGE, np.float32, split), abstract((2,), np.int32)]
     for name in ("float32", "bfloat16"):
         dtype = jnp.dtype(name)
@@ -124,13 +124,13 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
             staging._stack(along, np.dtype(dtype)),
             [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS],
         )
-        block = abstract((batched_placement.BLOCK_ROWS, *SMALL), exchange.transfer_dtype(np.dtype(dtype)), along)
+        block = abstract((batched_placement.BLOCK_ROWS, *SMALL), interconnect.transfer_dtype(np.dtype(dtype)), along)
         yield "split", name, batched_placement.splitter(split, np.dtype(dtype), batched_placement.BLOCK_ROWS), [block]
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         # Staging calls jax.device_put, which usually copies without a program. This is the program of the other cases.
         copy = jax.jit(lambda x: x, out_shardings=pinned)
         yield "copy to pinned_host", name, copy, [abstract(part, dtype, own)]
-        carrier = exchange.transfer_dtype(np.dtype(dtype))
+        carrier = interconnect.transfer_dtype(np.dtype(dtype))
         cast = device_to_host.cutter((part[0] // 2, part[1]), np.dtype(np.float16))
         yield "cut and cast", name, cast, [abstract(part, dtype, own), abstract((2,), np.int32)]
         starts = tuple(abstract((), np.int32) for _ in part)
@@ -162,7 +162,7 @@ def compiled(topology: str) -> Iterator[Compiled]:
         begun = time.process_time()
         on_mesh = contextlib.nullcontext()
         if name.startswith(("exchange", "stack", "split", "cut")):
-            on_mesh = exchange.transfer_context(None if name.startswith("cut") else mesh)
+            on_mesh = interconnect.transfer_context(None if name.startswith("cut") else mesh)
         try:
             with on_mesh:
                 made = program.lower(*arguments).compile()

@@ -17,7 +17,6 @@ from typing import Any, Literal, cast
 import msgspec
 
 from jaxckpt._arguments.pytree import flatten
-from jaxckpt._formats.orbax.orbax_aggregate import is_aggregated, owned_by_aggregate, read_aggregate
 from jaxckpt._formats.orbax.orbax_records import (
     AGGREGATE_FILE,
     COMMITTED_MARK,
@@ -33,7 +32,7 @@ from jaxckpt._formats.orbax.orbax_records import (
     TreeRecord,
     read_optional,
 )
-from jaxckpt._formats.orbax.orbax_tree import read_tree
+from jaxckpt._formats.orbax.orbax_tree import is_aggregated, owned_by_aggregate, read_aggregate, read_tree
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._options import Options

@@ -30,11 +30,11 @@ from jaxckpt._formats.orbax.orbax_records import (
     TREE_FILE,
     path_of,
 )
-from jaxckpt._model.chunking import bounded_shape
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.grid import Box, Spec, extent, pieces_along
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import LeafRecord, MeshRecord
+from jaxckpt._model.stacks import bounded_shape
 from jaxckpt._model.tree import Container, Structure, keys_of, unwrap_object
 from jaxckpt._model.values import decode_int, decode_value
 from jaxckpt._options import Options

@@ -11,12 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt import Options
-from jaxckpt._model import chunking
-from jaxckpt._model.chunking import COLUMN_CUTS, MIN_CHUNK_BYTES, MIN_GATHERED_BYTES, MIN_RUN_BYTES
+from jaxckpt._model import stacks
 from jaxckpt._model.grid import Box, Layout, touched_cells, whole_box
-from jaxckpt._model.stacks import TINY_BYTES, shape_stack
+from jaxckpt._model.stacks import (
+    COLUMN_CUTS,
+    MIN_CHUNK_BYTES,
+    MIN_GATHERED_BYTES,
+    MIN_RUN_BYTES,
+    TINY_BYTES,
+    shape_stack,
+)
 
-CHUNK_BYTES = chunking.SMALL_CHUNK_BYTES
+CHUNK_BYTES = stacks.SMALL_CHUNK_BYTES
 
 
 def arrays(cell: Sequence[int], free: Sequence[bool]) -> tuple[int, ...]:
@@ -32,8 +38,8 @@ def test_cells_consist_of_objects_and_objects_of_chunks(data: st.DataObject) -> 
     chunk_bytes = data.draw(st.integers(1, 1 << 20))
     object_bytes = data.draw(st.integers(chunk_bytes, 1 << 24))
     shape = arrays(cell, free)
-    chunk = chunking.chunk_shape(cell, itemsize, chunk_bytes, shape)
-    sides = chunking.object_shape(cell, chunk, itemsize, object_bytes, shape)
+    chunk = stacks.chunk_shape(cell, itemsize, chunk_bytes, shape)
+    sides = stacks.object_shape(cell, chunk, itemsize, object_bytes, shape)
     for length, c, o, n in zip(cell, chunk, sides, shape, strict=True):
         assert c >= 1
         assert o % c == 0
@@ -49,16 +55,16 @@ def test_cells_consist_of_objects_and_objects_of_chunks(data: st.DataObject) -> 
 @given(st.integers(4, 200), st.integers(4, 200))
 def test_free_sides_are_split_to_about_the_requested_size(rows: int, columns: int) -> None:
     """97 unsplit columns must not make a chunk 16 times too large."""
-    chunk = chunking.chunk_shape((rows, columns), 1, 64, (rows, columns))
+    chunk = stacks.chunk_shape((rows, columns), 1, 64, (rows, columns))
     assert min(rows * columns, 64) / 4 <= math.prod(chunk) <= 64
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple), st.integers(1, 1 << 12), st.data())
 def test_a_cell_that_fits_is_one_object(cell: tuple[int, ...], chunk_bytes: int, data: st.DataObject) -> None:
     shape = arrays(cell, [data.draw(st.booleans()) for _ in cell])
-    chunk = chunking.chunk_shape(cell, 1, chunk_bytes, shape)
+    chunk = stacks.chunk_shape(cell, 1, chunk_bytes, shape)
     stored = [math.ceil(n / c) * c for n, c in zip(cell, chunk, strict=True)]
-    assert chunking.object_shape(cell, chunk, 1, math.prod(stored), shape) == tuple(stored)
+    assert stacks.object_shape(cell, chunk, 1, math.prod(stored), shape) == tuple(stored)
 
 
 # Readers --------------------------------------------------------------------------------------------------
@@ -104,14 +110,14 @@ def in_one_run(cell: Sequence[int], chunk: Sequence[int]) -> bool:
 @given(cells(), st.data())
 def test_layers_are_read_without_the_others(made: Any, data: st.DataObject) -> None:
     cell, shape, itemsize = made
-    chunk = chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
+    chunk = stacks.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
     size = math.prod(chunk) * itemsize
     for dim in range(len(cell) - 1):
         if cell[dim] < 16 and dim != max(range(len(cell) - 1), key=lambda dim: shape[dim]):
             first = data.draw(st.integers(0, cell[dim] - 1))
             last = data.draw(st.integers(first + 1, cell[dim]))
             box = (*whole_box(cell[:dim]), (first, last), *whole_box(cell[dim + 1 :]))
-            short_runs = math.prod(cell[dim + 1 :]) * itemsize < 8 * chunking.MIN_LAYER_RUN_BYTES
+            short_runs = math.prod(cell[dim + 1 :]) * itemsize < 8 * stacks.MIN_LAYER_RUN_BYTES
             assert (
                 over_read(box, chunk) <= over_read(whole_box(cell), chunk)
                 or size < 8 * MIN_CHUNK_BYTES
@@ -123,7 +129,7 @@ def test_layers_are_read_without_the_others(made: Any, data: st.DataObject) -> N
 def test_finer_splits_read_no_more_than_the_bound(made: Any) -> None:
     """Half, a quarter and an eighth of a cell along any dimension, unless its chunks are the smallest possible."""
     cell, shape, itemsize = made
-    chunk = chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
+    chunk = stacks.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
     size = math.prod(chunk) * itemsize
     row = next((dim for dim, side in enumerate(chunk) if side > 1), len(chunk) - 1)
     row_bytes = math.prod(n for n, side in zip(cell[row + 1 :], chunk[row + 1 :], strict=True) if side > 1) * itemsize
@@ -143,20 +149,20 @@ def test_finer_splits_read_no_more_than_the_bound(made: Any) -> None:
 @given(cells())
 def test_chunks_are_contiguous_unless_rows_are_long_or_layers_are_inside(made: Any) -> None:
     cell, shape, itemsize = made
-    chunk = chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
+    chunk = stacks.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
     row = next((dim for dim, side in enumerate(chunk) if side > 1), len(chunk) - 1)
     row_bytes = math.prod(cell[row + 1 :]) * itemsize
     inside = any(chunk[dim] < cell[dim] < 16 for dim in range(row + 1, len(cell)))
     assert in_one_run(cell, chunk) or row_bytes >= COLUMN_CUTS * MIN_RUN_BYTES or inside
     if not in_one_run(cell, chunk):
-        assert math.prod(chunk[row + 1 :]) * itemsize >= min(MIN_RUN_BYTES, chunking.MIN_LAYER_RUN_BYTES)
+        assert math.prod(chunk[row + 1 :]) * itemsize >= min(MIN_RUN_BYTES, stacks.MIN_LAYER_RUN_BYTES)
 
 
 @given(cells())
 def test_any_box_reads_at_most_one_extra_chunk_at_each_border(made: Any) -> None:
     """Splits that do not nest with the saved ones, such as 3×2 after 4×2."""
     cell, shape, itemsize = made
-    chunk = chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
+    chunk = stacks.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
     assert math.prod(chunk) * itemsize <= CHUNK_BYTES or max(chunk) == 1
     for dim, length in enumerate(cell):
         start, stop = length // 3, length - length // 3
@@ -191,4 +197,4 @@ def test_a_chunk_spans_leaves_only_if_they_are_tiny(rows: int, shape: tuple[int,
 )
 def test_typical_leaves(cell: tuple[int, ...], split: str, itemsize: int, chunk: tuple[int, ...]) -> None:
     shape = tuple(n * 16 if is_split == "y" else n for n, is_split in zip(cell, split, strict=True))
-    assert chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape) == chunk
+    assert stacks.chunk_shape(cell, itemsize, CHUNK_BYTES, shape) == chunk
