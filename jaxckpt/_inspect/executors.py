@@ -1,7 +1,7 @@
 """Work that an executor does: units that other processes do, and what becomes of those that they lose.
 
     a call ─▶ units: paths, names and boxes, no data ─▶ Executor.submit ─▶ workers ─▶ results, in the order of the units
-                 ▲────────── again: the worker died ◀─┘            └─▶ the caller: it failed, or the executor is broken
+                                                                   └─▶ the caller: it failed, or the worker died
 
 A unit can be done twice, also by two processes at once, with the same result. So whatever a worker cannot do, the
 caller does: the outcome, and each error, is that of one process.
@@ -62,7 +62,7 @@ class _Outcome(NamedTuple):
 
 
 def _attempt(work: Callable[[T], R], unit: T) -> _Outcome:
-    """Do a unit. In a worker. Dask does equal calls only once, but the `work` of each call of jaxckpt has its own key."""
+    """Do a unit. In a worker. Dask does equal calls only once; the `work` of each call of jaxckpt differs."""
     try:
         return _Outcome(work(unit))
     except Exception as error:
