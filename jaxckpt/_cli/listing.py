@@ -207,9 +207,7 @@ def _holds_checkpoints(path: str, store: Store) -> bool:
 
 
 def _entries(
-    are_checkpoints: Mapping[str, bool],
-    pinned: Mapping[str, int] | None = None,
-    added: AddedMetrics | None = None,
+    are_checkpoints: Mapping[str, bool], pinned: Mapping[str, int] | None = None, added: AddedMetrics | None = None
 ) -> list[ListingEntry]:
     """The checkpoints and runs at these paths, finished or not.
 

@@ -467,20 +467,10 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @overload
     def restore(
-        self,
-        target: DescribedTree = None,
-        *,
-        options: Options | None = None,
-        **arguments: Unpack[RestoreArguments],
+        self, target: DescribedTree = None, *, options: Options | None = None, **arguments: Unpack[RestoreArguments]
     ) -> Tree: ...
     @overload
-    def restore(
-        self,
-        target: T,
-        *,
-        options: Options | None = None,
-        **arguments: Unpack[RestoreArguments],
-    ) -> T: ...
+    def restore(self, target: T, *, options: Options | None = None, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(
         self,
         target: Tree = None,

@@ -58,17 +58,9 @@ class Step:
     _options: Options = field(repr=False)
 
     @overload
-    def restore(
-        self,
-        target: DescribedTree = None,
-        **arguments: Unpack[RestoreArguments],
-    ) -> Tree: ...
+    def restore(self, target: DescribedTree = None, **arguments: Unpack[RestoreArguments]) -> Tree: ...
     @overload
-    def restore(
-        self,
-        target: T,
-        **arguments: Unpack[RestoreArguments],
-    ) -> T: ...
+    def restore(self, target: T, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(
         self,
         target: Tree = None,
