@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -185,16 +184,6 @@ class SaveDecision:
     due: bool
 
 
-@contextlib.contextmanager
-def checking(begin_call: Callable[[], Call]) -> Generator[None]:
-    """Raise an InputError of the block in a call, so that the calls of all processes stay synchronized."""
-    try:
-        yield
-    except InputError:
-        with begin_call():
-            raise
-
-
 class _Wait:
     """The time that a save waits for an earlier one."""
 
@@ -249,14 +238,13 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         destination: RunStep,
         request: SaveRequest,
-        begin_call: Callable[..., Call],
         *,
         force: bool,
     ) -> bool:
         """Save a step if it is due. `request` has the caller's arguments. Returns whether it is being saved."""
-        decision = self._decide(step, metrics, begin_call, force=force)
+        decision = self._decide("Checkpointer.save", step, metrics, force=force)
         if not decision.due:
-            self._check_rules(request, begin_call)
+            self._check_rules(request)
             return False
         self.are_rules_checked = True
         is_last_step, to_storage = decision.is_last_step, decision.to_storage
@@ -274,7 +262,6 @@ class Saver:
                     metrics,
                     destination,
                     request,
-                    functools.partial(begin_call, step),
                     to_storage=to_storage,
                     is_last_step=is_last_step,
                     awaited=awaited,
@@ -290,34 +277,28 @@ class Saver:
             self._finish_preempted(step, saved)
         return saved
 
-    def should_save(
-        self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[..., Call], *, overwrite: bool
-    ) -> bool:
+    def should_save(self, step: int, metrics: Mapping[str, Any] | None, *, overwrite: bool) -> bool:
         """Whether `save` would save a step. The next `save` of the step follows the decision. Every process."""
-        decision = self._decide(step, metrics, begin_call, remember=True)
+        verb = "Checkpointer.should_save"
+        decision = self._decide(verb, step, metrics, remember=True)
         if decision.is_last_step or not decision.due:
             return decision.due
-        with checking(functools.partial(begin_call, step)):
+        with self.directory.checking(verb, step):
             recorded_metrics(metrics)
         if overwrite:
             return True
-        with begin_call(step) as call:
+        with self.directory.begin_call(verb, step) as call:
             return call.in_process_0("looking for a step", functools.partial(self._is_new, step))
 
     def _is_new(self, step: int) -> bool:
         return step != self.last_save.step and step not in self.directory.steps([step])
 
     def _decide(
-        self,
-        step: int,
-        metrics: Mapping[str, Any] | None,
-        begin_call: Callable[..., Call],
-        *,
-        force: bool = False,
-        remember: bool = False,
+        self, verb: str, step: int, metrics: Mapping[str, Any] | None, *, force: bool = False, remember: bool = False
     ) -> SaveDecision:
         """Decide whether to save a step. With `remember`, the next decision about the same step is the same."""
         is_last_step = self.on_preemption != "ignore" and not self.preempted and self.preemption.is_last_step(step)
+        begin_call = functools.partial(self.directory.begin_call, verb)
         to_storage = force or is_last_step or self.schedule.is_due(step, metrics, begin_call, remember=remember)
         due = to_storage or (self.local is not None and self.local.is_due(step))
         if not due and self.fail_fast:
@@ -328,7 +309,7 @@ class Saver:
                     last.wait()
         return SaveDecision(is_last_step, to_storage, due)
 
-    def _check_rules(self, request: SaveRequest, begin_call: Callable[..., Call]) -> None:
+    def _check_rules(self, request: SaveRequest) -> None:
         """Raise TreeError if `keep_last_of` does not fit the first tree, although no step is due yet."""
         if self.are_rules_checked:
             return
@@ -338,7 +319,7 @@ class Saver:
         except TreeError:
             return  # raised when a step is due
         for message in missing.values():
-            with begin_call():
+            with self.directory.begin_call("Checkpointer.save"):
                 raise TreeError(message)
 
     def _fitting_subtrees(self, request: SaveRequest, is_last_step: bool) -> tuple[str, ...]:
@@ -356,7 +337,6 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         destination: RunStep,
         request: SaveRequest,
-        begin_call: Callable[[], Call],
         *,
         to_storage: bool,
         is_last_step: bool,
@@ -381,7 +361,7 @@ class Saver:
                 flush = Flush(step, self.local.child(step), destination, call, self.options, rate, request.on_done)
                 if flush_attempts is not None:
                     flush.attempts = functools.partial(flush_attempts.run, flush.call)
-        call = begin_call()
+        call = self.directory.begin_call("Checkpointer.save", step)
         request = replace(request, deadline=self.preemption.deadline if is_last_step else None)
         if attempts is not None:
             run = functools.partial(attempts.run, call)
