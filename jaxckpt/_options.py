@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import numpy as np
-
 from jaxckpt._host import local_processes, memory_bytes, own_cores
 from jaxckpt._keywords import explain_names, hint_for_options
 from jaxckpt.errors import InputError
@@ -179,7 +177,7 @@ def options_or_default(options: Options | None) -> Options:
 def require_whole_number(value: object, what: str, *, minimum: int, maximum: int | None = None) -> int:
     """An integer of any type, including NumPy's, as an int. Raises InputError for a bool and for any other value."""
     try:
-        number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
+        number = None if _is_bool(value) else operator.index(cast("Any", value))
     except TypeError:
         number = None
     if number is None or number < minimum or (maximum is not None and number > maximum):
@@ -189,6 +187,12 @@ def require_whole_number(value: object, what: str, *, minimum: int, maximum: int
     return number
 
 
+def _is_bool(value: object) -> bool:
+    """Whether it is a bool, including NumPy's, which is not imported for this: the command line starts without it."""
+    kind = type(value)
+    return kind is bool or (kind.__module__, kind.__name__.rstrip("_")) == ("numpy", "bool")
+
+
 def optional(require: Callable[..., T], value: object, what: str, **limits: int) -> T | None:
     """None, or the value that `require` returns for an argument. Raises InputError."""
     return None if value is None else require(value, what, **limits)
@@ -196,7 +200,7 @@ def optional(require: Callable[..., T], value: object, what: str, **limits: int)
 
 def require_bool(value: object, what: str, where: str = "") -> bool:
     """A bool, including NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
-    if not isinstance(value, (bool, np.bool_)):
+    if not _is_bool(value):
         raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}{where}")
     return bool(value)
 
