@@ -52,8 +52,7 @@ from jaxckpt._runs.resumption import (
 )
 from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
 from jaxckpt._runs.run import Run, StepName
-from jaxckpt._runs.saving import RunStep, Saver
-from jaxckpt._runs.schedule import SaveSchedule
+from jaxckpt._runs.saving import RunStep, Saver, SaveSchedule
 from jaxckpt._save.describe import describe
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
@@ -645,7 +644,7 @@ class Checkpointer(Run):
             return self._restore(step, self._find_step(step, allow_peers=request.rules is None), request, init)
         except JaxckptError as error:
             with contextlib.suppress(JaxckptError):  # which must not replace this error
-                for note in self._directory.hints(number, error):
+                if note := self._directory.hint(number, error):
                     error.add_note(note)
             raise
         self._restored_step = number

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -158,15 +158,16 @@ class Directory:
         steps = self.steps()
         return self.child(steps[-1]) if steps else None
 
-    def hints(self, step: int, error: JaxckptError) -> Iterator[str]:
-        """What else can be restored, for a note after a target did not fit. Raises StorageError."""
-        if isinstance(error, InputError):  # the target or `select` may ask for a subtree that was dropped
-            saved = self.saved_step(step)
-            if saved is not None and saved.record.dropped:
-                yield (
-                    f"step {step} was kept without {', '.join(saved.record.dropped)}; select= restores the rest, and"
-                    " restore_or_init(init, strict=False) takes these leaves from init"
-                )
+    def hint(self, step: int, error: JaxckptError) -> str:
+        """What else can be restored, for a note after a target did not fit; or nothing. Raises StorageError."""
+        # The target or `select` may ask for a subtree that was dropped.
+        saved = self.saved_step(step) if isinstance(error, InputError) else None
+        if saved is None or not saved.record.dropped:
+            return ""
+        return (
+            f"step {step} was kept without {', '.join(saved.record.dropped)}; select= restores the rest, and"
+            " restore_or_init(init, strict=False) takes these leaves from init"
+        )
 
     def saved_step(self, step: int) -> SavedStep | None:
         """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once,
