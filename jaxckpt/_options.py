@@ -26,6 +26,9 @@ COMPRESSIONS = (None, "zstd", "blosc")
 CAST_POLICIES = ("safe", "unsafe")
 """The values of `Options.cast` for a leaf."""
 
+_BOOLS = ("bool", "bool_")
+"""The names of the types of Python's and NumPy's bools. NumPy is not imported, so that the command line starts soon."""
+
 CastPolicies = (
     Literal["safe", "unsafe"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Callable[[str, Any], str | None]
 )
@@ -177,7 +180,7 @@ def options_or_default(options: Options | None) -> Options:
 def require_whole_number(value: object, what: str, *, minimum: int, maximum: int | None = None) -> int:
     """An integer of any type, including NumPy's, as an int. Raises InputError for a bool and for any other value."""
     try:
-        number = None if _is_bool(value) else operator.index(cast("Any", value))
+        number = None if type(value).__name__ in _BOOLS else operator.index(cast("Any", value))
     except TypeError:
         number = None
     if number is None or number < minimum or (maximum is not None and number > maximum):
@@ -187,12 +190,6 @@ def require_whole_number(value: object, what: str, *, minimum: int, maximum: int
     return number
 
 
-def _is_bool(value: object) -> bool:
-    """Whether it is a bool, including NumPy's, which is not imported for this: the command line starts without it."""
-    kind = type(value)
-    return kind is bool or (kind.__module__, kind.__name__.rstrip("_")) == ("numpy", "bool")
-
-
 def optional(require: Callable[..., T], value: object, what: str, **limits: int) -> T | None:
     """None, or the value that `require` returns for an argument. Raises InputError."""
     return None if value is None else require(value, what, **limits)
@@ -200,7 +197,7 @@ def optional(require: Callable[..., T], value: object, what: str, **limits: int)
 
 def require_bool(value: object, what: str, where: str = "") -> bool:
     """A bool, including NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
-    if not _is_bool(value):
+    if type(value).__name__ not in _BOOLS:
         raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}{where}")
     return bool(value)
 
