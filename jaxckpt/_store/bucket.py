@@ -428,6 +428,9 @@ class Bucket:
             return note.get("state") == after
         return self._write_if_unchanged(key, generation, json.dumps({**note, "state": after}).encode())
 
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def unlock(self, handle: int) -> None:
         pass
 
