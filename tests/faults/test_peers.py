@@ -114,6 +114,17 @@ def test_one_dies_while_jax_moves_data(stop: bool, run_processes: RunProcesses, 
     assert versions(tmp_path / "ckpt") == [1]
 
 
+def test_process_0_stops_between_two_exchanges(run_processes: RunProcesses, tmp_path: Path) -> None:
+    """The heartbeat that another process sends before the second exchange is never answered."""
+    args = {**places(tmp_path), "timeout": TIMEOUT}
+    program = PROGRAMS / "stopped_between_exchanges.py"
+    done = run_processes(program, processes=PEERS, devices_per_process=1, args=args, timeout=60, check=False)
+    for process in done[1:]:
+        (report,) = reports_of(process)
+        assert re.match(r"PeerTimeoutError: process 0 of 4 did not respond for [12] s while saving", report["said"])
+        assert report["seconds"] < TIMEOUT + 20
+
+
 @pytest.mark.fault(
     16, "some of 4 processes are stopped at each phase", "one timely error names all of them", quick=4, full=None
 )
