@@ -161,8 +161,8 @@ class Rendezvous:
         if self._poster is None:
             return
         original = error
-        if is_unexplained(error) and not self._has_sent and self.call.watchdog.stall_error() is None:
-            error = self._explain(error)
+        if is_unexplained(error) and not self._has_sent:
+            error = self.call.watchdog.stall_error() or self._explain(error)  # the others may have left because of it
         if self._is_failed or (error is not None and self.call.index == 0 and not self._has_broadcast):
             self.call.departures.add(*self._own_report)  # process 0 has not counted it
         if error is not None:

@@ -114,6 +114,19 @@ def test_one_dies_while_jax_moves_data(stop: bool, run_processes: RunProcesses, 
     assert versions(tmp_path / "ckpt") == [1]
 
 
+def test_an_exchange_that_fails_because_others_have_left_is_explained(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    """On a busy machine, those that know which process has stopped may leave before another one notices."""
+    args = {**places(tmp_path), "victim": 2, "phase": "exchanging", "timeout": TIMEOUT, "stop": True, "late": 3}
+    done = run_processes(
+        PROGRAMS / "peers_killed.py", processes=PEERS, devices_per_process=1, args=args, timeout=90, check=False
+    )
+    for process in (0, 1, 3):
+        (report,) = reports_of(done[process])
+        assert re.match(r"PeerTimeoutError: process 2 of 4 did not respond for [12] s while saving", report["said"])
+
+
 def test_process_0_stops_between_two_exchanges(run_processes: RunProcesses, tmp_path: Path) -> None:
     """The heartbeat that another process sends before the second exchange is never answered."""
     args = {**places(tmp_path), "timeout": TIMEOUT}
