@@ -553,7 +553,10 @@ class Rendezvous:
         if self.call.runs_service:
             return request()
         task, begun = Task(request), time.monotonic()  # the process that runs the service may be stopped
-        start_thread(task.run, "jaxckpt-request")
+        try:
+            start_thread(task.run, "jaxckpt-request")
+        except RuntimeError:  # Python 3.12 starts none during its shutdown
+            task.run()
         while not task.wait(_POLL_SECONDS):
             is_late = time.monotonic() - begun > self._timeout_seconds(has_joined=True)
             if is_late and (self.call.watchdog.is_exchanging or not in_exchange):
