@@ -190,7 +190,7 @@ class _LineLogger:
         self._next = progress.seconds + LINE_SECONDS
         if at_end:
             self._ended = progress.total_bytes
-        if _log.is_enabled_for(logging.INFO):
+        if _log.isEnabledFor(logging.INFO):
             _log.info("%s", progress)
         else:
             print(f"jaxckpt: {progress}", file=sys.stderr, flush=True)
@@ -240,7 +240,7 @@ def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bo
             jax.monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
     except Exception as error:
         _log.warning("a jax.monitoring listener failed after %s: %r", event, error)
-    if log and _log.is_enabled_for(logging.INFO):
+    if log and _log.isEnabledFor(logging.INFO):
         _log.info("%s", line())
 
 
