@@ -629,12 +629,6 @@ class Bucket:
     def link_target(self) -> None:
         return None
 
-    def remove_link(self) -> None:
-        raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no links")
-
-    def anchor(self) -> None:
-        return None
-
     def is_file(self) -> bool:
         return False  # a key of that name does not exclude keys below it
 

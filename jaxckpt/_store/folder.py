@@ -41,7 +41,6 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
-from jaxckpt._store.anchor import Anchor
 from jaxckpt._store.files import (
     FileReader,
     FileWriter,
@@ -101,11 +100,9 @@ _REFUSED_LINK = (
     sync_folders="syncing",
     sync_data="syncing",
     absolute=None,
-    anchor=None,
     require_no_dangling_link="looking for",
     is_file="looking at",
     link_target="looking at",
-    remove_link="deleting",
     names="listing",
     is_empty_folder="listing",
     files_below="listing",
@@ -702,18 +699,11 @@ class Folder:
                 )
             path = os.path.dirname(path)
 
-    def anchor(self) -> Anchor:
-        return Anchor(self.folder, self.timeout_seconds)
-
     def is_file(self) -> bool:
         return os.path.isfile(self.folder)
 
     def link_target(self) -> str | None:
         return os.path.realpath(self.folder) if os.path.islink(self.folder) else None
-
-    def remove_link(self) -> None:
-        with translate_os_errors(f"cannot delete {self.url}"):
-            os.unlink(self.folder)
 
     def names(self) -> list[str]:
         with self._translate_errors("list", ""):
