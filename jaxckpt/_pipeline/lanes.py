@@ -314,13 +314,9 @@ def set_exit_status(status: int) -> None:
     _status = _status or status
 
 
-def exit_with_status_at_exit() -> None:
+def exit_with_status() -> None:
     """Register this with atexit. Functions that are registered later run before it. If there is a status, functions
     that were registered earlier do not run."""
-    atexit.register(_exit_with_status)
-
-
-def _exit_with_status() -> None:
     if _status:  # Python cannot exit cleanly while a thread is writing
         logging.shutdown()
         sys.stdout.flush()

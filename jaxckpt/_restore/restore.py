@@ -19,8 +19,7 @@ from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
 from jaxckpt._devices.shardings import processes_of
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._job.slow_processes import process_names
+from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
