@@ -122,7 +122,7 @@ class Selector:
         raise TreeError(_unmatched("select", texts, paths, where))
 
 
-def parse_select(select: Select | None) -> Selector:
+def parse_select(select: Select) -> Selector:
     """A test of leaf paths.
 
     A glob (`*` within one component, `**` across components, `{i}` for a whole number) or a compiled regular expression
@@ -131,8 +131,6 @@ def parse_select(select: Select | None) -> Selector:
 
     Raises InputError for anything else. Call this once per argument, because a generator can be read only once.
     """
-    if select is None:
-        return Selector.of([Entry("**", lambda path: True)])
     if callable(select):
         return Selector.of([Entry(_abbreviate(select), functools.partial(_call_select, select))])
     if isinstance(select, (str, re.Pattern)):
@@ -273,9 +271,7 @@ def replaced_leaves(rename: Rename | None, paths: Sequence[str], new: Sequence[s
     named = {number: head for number, path in enumerate(paths) if (head := longest_prefix(path, rename)) is not None}
     others = {path for number, path in enumerate(paths) if number not in named}
     heads = {rename[head] for number, head in named.items() if new[number] in others}
-    return {
-        n for n, path in enumerate(paths) if n not in named and longest_prefix(path, dict.fromkeys(heads)) is not None
-    }
+    return {n for n, path in enumerate(paths) if n not in named and longest_prefix(path, heads) is not None}
 
 
 def _new_path(rename: Callable[[str], str], path: str) -> str:
@@ -309,10 +305,8 @@ def _require_mapping(rename: object) -> Mapping[str, str]:
 
 def _rename_path(mapping: Mapping[str, str], path: str) -> str:
     """A path with its longest head that is in the mapping replaced."""
-    for head in path_prefixes(path):
-        if head in mapping:
-            return join_paths(mapping[head], relative_path(head, path) or "")
-    return path
+    head = longest_prefix(path, mapping)
+    return path if head is None else join_paths(mapping[head], relative_path(head, path) or "")
 
 
 def unmatched_hint(pattern: str, paths: Iterable[str]) -> str:
