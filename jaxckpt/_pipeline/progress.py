@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -9,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,7 +129,7 @@ def draws_bars() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-@contextmanager
+@contextlib.contextmanager
 def display_progress(
     verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str = ""
 ) -> Generator[Report]:
@@ -138,7 +138,15 @@ def display_progress(
     `progress` is `Options.progress`. Nothing is displayed if there are no bytes to move. The heartbeats of this process
     tell the others how many bytes have moved. In process 0, the display adds what they tell.
     """
-    with _display(verb, total_bytes, progress, step) as show:
+    with contextlib.ExitStack() as display:
+        show: Show | None = None
+        if callable(progress):
+            show = _make_show(verb, progress, step, in_caller)
+        elif progress and total_bytes:
+            if draws_bars():
+                show = display.enter_context(_bar(_title(verb, step), total_bytes))
+            else:
+                show = _make_show(verb, _LineLogger(), step, operator.call)
         work = Work(total_bytes, show)
         if (watchdog := current_watchdog()) is not None:
             watchdog.work = work
@@ -146,21 +154,6 @@ def display_progress(
             yield work.add
         finally:
             work.end()
-
-
-@contextmanager
-def _display(
-    verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str
-) -> Generator[Show | None]:
-    if callable(progress):
-        yield _make_show(verb, progress, step, in_caller)
-    elif not progress or not total_bytes:
-        yield None
-    elif draws_bars():
-        with _bar(_title(verb, step), total_bytes) as show:
-            yield show
-    else:
-        yield _make_show(verb, _LineLogger(), step, operator.call)
 
 
 def _make_show(verb: str, callback: Callable[[Progress], None], step: str, call: Callable[[Request], object]) -> Show:
@@ -196,7 +189,7 @@ class _LineLogger:
             print(f"jaxckpt: {progress}", file=sys.stderr, flush=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _bar(title: str, total_bytes: int) -> Generator[Show]:
     """A bar that disappears when the block ends. The result of the call says the rest."""
     # Imported only if a bar is drawn, because importing rich takes 50 ms.
