@@ -26,8 +26,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_alone
-from jaxckpt._pipeline.progress import Report, display_progress, record_event
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import Report, display_progress, record_event, show_bytes
 from jaxckpt._restore.assembly import TargetObject
 from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
