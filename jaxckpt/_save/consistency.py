@@ -21,8 +21,7 @@ import numpy as np
 
 from jaxckpt._devices.interconnect import transfer_context
 from jaxckpt._devices.shardings import memory_kind, pinned_memory, processes_of
-from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._job.slow_processes import process_names
+from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt._model import typed_json
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import is_in_host_memory
