@@ -39,9 +39,10 @@ from jaxckpt._model.records import Manifest
 from jaxckpt._model.tree import numbers_of, user_objects_of
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
-from jaxckpt._restore.assembly import Assembly
+from jaxckpt._restore.differences import AcceptedDifferences
 from jaxckpt._restore.match import (
     EXTRA,
+    Assembly,
     LeafRequests,
     Match,
     RestoreRequest,
@@ -51,7 +52,6 @@ from jaxckpt._restore.match import (
     requested_casts,
     unrestorable_reason,
 )
-from jaxckpt._restore.strictness import AcceptedDifferences
 from jaxckpt.errors import LayoutError, MismatchError, Problem, SpecError, show_count, show_path
 
 _Dtype = np.dtype[Any]

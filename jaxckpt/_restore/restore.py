@@ -29,14 +29,13 @@ from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._pipeline.progress import Report, display_progress, record_event
 from jaxckpt._pipeline.units import show_bytes
-from jaxckpt._restore.assembly import TargetObject
-from jaxckpt._restore.match import RestoreRequest, require_request
+from jaxckpt._restore.differences import Strict
+from jaxckpt._restore.match import RestoreRequest, TargetObject, require_request
 from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, resolve
 from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared, require_agreement
 from jaxckpt._restore.shared_reads import wants_digest
-from jaxckpt._restore.strictness import Strict
 from jaxckpt._restore.wants import plan_reads, plan_wants, split_ties
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
