@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxckpt._host import return_free_memory
@@ -25,7 +26,6 @@ from jaxckpt._pipeline.lanes import release_caller
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._save.compose_manifest import WrittenShare
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.running_saves import RunningSave
@@ -39,6 +39,31 @@ _RETURNED_BYTES = 32 << 20
 
 _OBJECTS_AHEAD = 4
 """A save whose caller waits stages this many objects ahead of the one that is being written."""
+
+
+StoredObject = tuple[int, str, int, str, str]
+"""Stack, grid index, length, digest and content digest of an object. The last is empty if it was not computed."""
+
+
+class WrittenShare(msgspec.Struct, frozen=True):
+    """The files that one process has written."""
+
+    objects: list[StoredObject]
+
+    linked_bytes: int
+    """Bytes of the objects that are links to an earlier checkpoint."""
+
+    state: tuple[int, str] | None
+    """Length and digest of the file for its state."""
+
+    phase_seconds: dict[str, float]
+    """Seconds of each phase until the share was written."""
+
+    host: str
+    """Name of the process's host."""
+
+    unlinked: dict[str, int] = {}
+    """Bytes of the objects that seem unchanged but were written, by the reason."""
 
 
 @dataclass(slots=True)
