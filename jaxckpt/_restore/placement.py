@@ -25,7 +25,7 @@ from jaxckpt._model.records import LeafRecord, Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS, decode_value
 from jaxckpt._restore.read_loop import Buffers, host_value
-from jaxckpt._restore.read_plan import ReadStep, Run
+from jaxckpt._restore.read_plan import ReadStep, WantedRows
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.wants import WantedRange, Wants, read_key, restored_dtype, row_ranges
 from jaxckpt.errors import ManifestError, show_path
@@ -185,7 +185,7 @@ class LeafBuilder:
         transfer = _DevicePut()
         with infrequent_gc():
             for run, filled in zip(step.runs, buffers, strict=True):
-                for leaves in self._leaves(step.stack, run):
+                for leaves in self._leaves(run):
                     # Boxes that only other processes need were read for them.
                     own = [run.boxes.index(box) for box in leaves.destination.boxes]
                     if run.streamed:
@@ -196,11 +196,12 @@ class LeafBuilder:
             arrays.extend(self._run(transfer))
         return arrays
 
-    def _leaves(self, stack: int, run: Run) -> Iterator[_Leaves]:
-        abstract_leaves = self._wants.by_stack[stack]
+    def _leaves(self, run: WantedRows) -> Iterator[_Leaves]:
+        abstract_leaves = self._wants.by_stack[run.stack]
         for (start, stop), abstract in row_ranges({row: abstract_leaves[row] for row in range(*run.rows)}):
             numbers = [abstract_leaves[row][0] for row in range(start, stop)]
-            yield _Leaves(numbers, (start, stop), stack, abstract, self._destinations[read_key(abstract, stack)])
+            destination = self._destinations[read_key(abstract, run.stack)]
+            yield _Leaves(numbers, (start, stop), run.stack, abstract, destination)
 
     def _create(self, leaves: _Leaves, buffers: Sequence[Array], transfer: _DevicePut) -> list[Any]:
         """Create the values of leaves from the buffers of their boxes, or add them to the transfer, which will create

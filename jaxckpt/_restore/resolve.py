@@ -26,7 +26,6 @@ from jaxckpt._devices.device_layout import order_problem, warn_of_orders
 from jaxckpt._devices.shardings import (
     PlannedSharding,
     TypedLeaf,
-    key_dtype,
     mesh_in_context,
     named_sharding,
     partition_spec,
@@ -372,7 +371,7 @@ def _abstract_leaf(
         dtype = None if leaf.dtype == dtype else dtype
     if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
-    if leaf.kind == "key" and not _is_key_impl(leaf.record.impl or ""):
+    if leaf.kind == "key" and leaf.dtype is None:
         return _Reason(
             f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which JAX does not know in this"
             " program; leave it out with select=, or read its raw data with load_numpy"
@@ -415,13 +414,6 @@ def _manual_axes(requested: Any) -> list[str]:
     manual = getattr(requested, "manual_axis_type", None)
     groups = (getattr(manual, name, ()) for name in ("varying", "unreduced", "reduced"))
     return sorted({*(getattr(requested, "vma", None) or ()), *itertools.chain.from_iterable(groups)})
-
-
-def _is_key_impl(impl: str) -> bool:
-    try:
-        return key_dtype(impl) is not None
-    except ValueError:
-        return False
 
 
 def _device_leaf(

@@ -57,6 +57,9 @@ class Fingerprint(msgspec.Struct, frozen=True):
     checksums: list[int | None]
     """For each bucket of values, a checksum; None in a process that does not hold them."""
 
+    numbers: list[int] = []
+    """Numbers that process 0 needs, whether they are equal or not."""
+
 
 @dataclass(frozen=True, slots=True)
 class ValueGroup:
@@ -100,8 +103,9 @@ class OwnFingerprint:
         digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in entries.items()}
         return cls(digests, _compared_values(draft, process), process)
 
-    def complete(self) -> tuple[Fingerprint, Sequence[ValueGroup]]:
-        """The message of this process, and its groups. Waits for values that devices still compute."""
+    def complete(self, numbers: Sequence[int] = ()) -> tuple[Fingerprint, Sequence[ValueGroup]]:
+        """The message of this process, with these numbers, and its groups. Waits for values that devices still
+        compute."""
         groups = list(_value_groups(self.values))
         sums = [
             zlib.crc32(repr([value for _, value in group.values]).encode())
@@ -109,20 +113,13 @@ class OwnFingerprint:
             else None
             for group in groups
         ]
-        return Fingerprint(self.digests, sums), groups
+        return Fingerprint(self.digests, sums, [*numbers]), groups
 
 
 def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
     """Number, dtype and shape of the leaves that share a row with an earlier leaf."""
     forms = {leaf.number: (leaf.dtype, leaf.shape) for leaf in draft.arrays} if draft.ties else {}
     return [(number, *forms[first]) for number, first in draft.ties.items()]
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    """What a process sends before a save begins."""
-
-    fingerprint: Fingerprint
-    numbers: list[int]
 
 
 def gather_agreed(
@@ -132,13 +129,13 @@ def gather_agreed(
 
     Raises PeersDisagreeError in process 0 unless all processes save the same.
     """
-    own, groups = fingerprint.complete() if fingerprint else (Fingerprint({}, []), [])
+    own, groups = fingerprint.complete(numbers) if fingerprint else (Fingerprint({}, [], [*numbers]), [])
     with rendezvous.call.phases.timed("barrier"):
-        texts = rendezvous.gather(msgspec.json.encode(_Message(own, [*numbers])).decode())
-    messages = [typed_json.decode(text, _Message) for text in texts]
-    if len(messages) > 1:
-        require_equal_fingerprints([message.fingerprint for message in messages], groups)
-    return [message.numbers for message in messages]
+        texts = rendezvous.gather(msgspec.json.encode(own).decode())
+    fingerprints = [typed_json.decode(text, Fingerprint) for text in texts]
+    if len(fingerprints) > 1:
+        require_equal_fingerprints(fingerprints, groups)
+    return [fingerprint.numbers for fingerprint in fingerprints]
 
 
 def require_equal_fingerprints(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:

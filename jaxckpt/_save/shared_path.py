@@ -1,5 +1,7 @@
-"""A path that all processes see, as the destination of a save: process 0 claims it, composes the manifest of what each
-process has written, and publishes it."""
+"""A path that all processes see, as the destination of a save: process 0 claims it and publishes the manifest.
+
+The manifest is composed of what each process has written.
+"""
 
 from __future__ import annotations
 
