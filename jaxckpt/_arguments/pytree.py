@@ -65,15 +65,13 @@ class LeafType:
 
     def is_named(self, name: str) -> bool:
         """Whether a recorded name means this class. The module may differ, unless a name was given."""
-        if self.name != full_name(self.cls) or name in _NAMES:
+        if self.name != full_name(self.cls) or registered(name) is not None:
             return self.name == name
         return self.name.rpartition(".")[2] == name.rpartition(".")[2]
 
 
 _TYPES: dict[type, LeafType] = {}
-
-_NAMES: dict[str, type] = {}
-"""The registered type of each name."""
+"""The registered types. Each has another name."""
 
 
 @explain_keywords
@@ -128,14 +126,13 @@ def register_leaf(
     name = full_name(cls) if name is None else name
     if not isinstance(name, str) or not name or not is_utf8(name):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"register_leaf({cls.__qualname__}): name must be a non-empty str (UTF-8), found {name!r}")
-    other = _NAMES.get(name, cls)
-    if full_name(other) != full_name(cls):
-        raise InputError(f"register_leaf({cls.__qualname__}): {full_name(other)} has the name {name!r}; give another")
-    _TYPES.pop(other, None)  # a notebook has redefined a class
-    for old in [old for old, leaf_class in _NAMES.items() if leaf_class is cls]:
-        del _NAMES[old]
+    if other := registered(name):
+        if full_name(other.cls) != full_name(cls):
+            raise InputError(
+                f"register_leaf({cls.__qualname__}): {full_name(other.cls)} has the name {name!r}; give another"
+            )
+        del _TYPES[other.cls]  # a notebook has redefined a class
     _TYPES[cls] = LeafType(name, to_state, from_state, set_state, cls)
-    _NAMES[name] = cls
 
 
 def is_plain(cls: type) -> bool:
@@ -157,7 +154,7 @@ def is_registered(cls: type) -> bool:
 
 def registered(name: str) -> LeafType | None:
     """The type that is registered under a name, if any."""
-    return _TYPES[_NAMES[name]] if name in _NAMES else None
+    return next((kind for kind in _TYPES.values() if kind.name == name), None)
 
 
 def leaf_type(cls: type) -> LeafType | None:

@@ -196,15 +196,18 @@ class Assembly:
         """The tree, from saved leaves by their number in the checkpoint, and from the leaves of `to_initialize` by
         theirs in the target."""
         leaves = [
-            values[origin] if type(origin) is int else self._leaf(origin, values, initialized)
+            values[origin] if isinstance(origin, int) else self._leaf(origin, values, initialized)
             for origin in self.origins
         ]
         return self.builder.unflatten(leaves)
 
-    def _leaf(self, origin: LeafOrigin, values: Mapping[int, Any], initialized: Mapping[int, Any]) -> Any:
+    def _leaf(
+        self,
+        origin: SavedSubtree | TargetObject | Kept | Initialized,
+        values: Mapping[int, Any],
+        initialized: Mapping[int, Any],
+    ) -> Any:
         match origin:
-            case int():
-                return values[origin]
             case SavedSubtree(structure):
                 return unflatten(structure, values, functools.partial(revive_object, self.manifest))
             case TargetObject():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import gc
 import itertools
@@ -36,27 +35,6 @@ CALLBACK_DEVICES = 1024
 job, once for each shape: 1 µs for each device."""
 
 
-class PlacementMode(enum.Enum):
-    """How values are created from the rows of host buffers."""
-
-    ON_HOST = enum.auto()
-    """Each row is a value."""
-
-    IN_BLOCKS = enum.auto()
-    """Several leaves are sent to the devices together, and a program splits them there.
-
-    On devices with their own memory, each transfer has a fixed cost. On CPU devices, each array that is passed to
-    `jax.device_put` has one too: 2,000 leaves of 64 KiB onto 8 devices take it 0.33 s, most of it in Python. As blocks
-    they take 0.12 s, and compiling the program takes 0.2 s once.
-    """
-
-    BY_LEAF = enum.auto()
-    """One call of JAX for each leaf places all its boxes."""
-
-    TOGETHER = enum.auto()
-    """One call of JAX for all leaves that are delivered together. It places each box with each of its shardings."""
-
-
 @dataclass(frozen=True, slots=True)
 class LeafDestination:
     """The boxes of a leaf that this process reads, and how its value is created from them."""
@@ -71,10 +49,13 @@ class LeafDestination:
     is_whole: bool
     """Whether the box is the whole leaf, and its array is the leaf's value. Otherwise the value joins all boxes."""
 
-    mode: PlacementMode
-
     block_rows: int
-    """How many leaves are placed together if the mode is IN_BLOCKS."""
+    """How many leaves are sent to the devices together, and split there by a program; 0: each is placed by itself.
+
+    On devices with their own memory, each transfer has a fixed cost. On CPU devices, each array that is passed to
+    `jax.device_put` has one too: 2,000 leaves of 64 KiB onto 8 devices take it 0.33 s, most of it in Python. As blocks
+    they take 0.12 s, and compiling the program takes 0.2 s once.
+    """
 
 
 def destinations(wants: Wants, process: int) -> dict[tuple[Any, ...], LeafDestination]:
@@ -98,18 +79,7 @@ def _destination(wanted_range: WantedRange, stack: Stack, process: int) -> LeafD
     else:
         shardings_by_box = local_boxes(sharding, stack.shape)
         shardings = tuple(tuple(shardings_by_box[box]) for box in boxes)
-    if not abstract.on_devices:
-        return LeafDestination(boxes, shardings, is_whole, PlacementMode.ON_HOST, 0)
-    block_rows = wanted_range.boxes.block_rows
-    return LeafDestination(boxes, shardings, is_whole, _mode_on_devices(sharding, is_whole, block_rows), block_rows)
-
-
-def _mode_on_devices(sharding: Sharding | None, is_whole: bool, block_rows: int) -> PlacementMode:
-    if block_rows:
-        return PlacementMode.IN_BLOCKS
-    if sharding is None or is_whole or len(sharding.device_set) > CALLBACK_DEVICES:
-        return PlacementMode.TOGETHER
-    return PlacementMode.BY_LEAF
+    return LeafDestination(boxes, shardings, is_whole, wanted_range.boxes.block_rows)
 
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
@@ -206,28 +176,27 @@ class LeafBuilder:
     def _create(self, leaves: _Leaves, buffers: Sequence[Array], transfer: _DevicePut) -> list[Any]:
         """Create the values of leaves from the buffers of their boxes, or add them to the transfer, which will create
         them. Returns the arrays on devices that were created here."""
-        abstract, destination = leaves.abstract, leaves.destination
-        match destination.mode:
-            case PlacementMode.ON_HOST:
-                self._keep_on_host(leaves, _split_rows(buffers[0]))
-            case PlacementMode.IN_BLOCKS:
-                devices = None if destination.is_whole else destination.shardings
-                arrays_by_row = place_rows(buffers, abstract.sharding, devices, destination.block_rows)
-                self._join(leaves, arrays_by_row)
-                return list(itertools.chain.from_iterable(arrays_by_row))
-            case PlacementMode.BY_LEAF:
-                shape = self._wants.stacks[leaves.stack].shape
-                views_by_leaf = zip(*map(_split_rows, buffers), strict=True)
-                arrays = [_place_boxes(shape, abstract.sharding, destination.boxes, views) for views in views_by_leaf]
-                self._finish(leaves, arrays)
-                return arrays
-            case PlacementMode.TOGETHER:
-                by_box = list(zip(map(_split_rows, buffers), destination.shardings, strict=True))
-                for row in range(len(leaves.numbers)):
-                    for rows, shardings in by_box:
-                        transfer.hosts.extend([rows[row]] * len(shardings))
-                        transfer.shardings.extend(shardings)
-                transfer.leaves.append(leaves)
+        destination, sharding = leaves.destination, leaves.abstract.sharding
+        if not leaves.abstract.on_devices:
+            self._keep_on_host(leaves, _split_rows(buffers[0]))
+            return []
+        if destination.block_rows:
+            devices = None if destination.is_whole else destination.shardings
+            arrays_by_row = place_rows(buffers, sharding, devices, destination.block_rows)
+            self._join(leaves, arrays_by_row)
+            return list(itertools.chain.from_iterable(arrays_by_row))
+        if isinstance(sharding, Sharding) and not destination.is_whole and len(sharding.device_set) <= CALLBACK_DEVICES:
+            shape = self._wants.stacks[leaves.stack].shape
+            views_by_leaf = zip(*map(_split_rows, buffers), strict=True)
+            arrays = [_place_boxes(shape, sharding, destination.boxes, views) for views in views_by_leaf]
+            self._finish(leaves, arrays)
+            return arrays
+        by_box = list(zip(map(_split_rows, buffers), destination.shardings, strict=True))
+        for row in range(len(leaves.numbers)):
+            for rows, shardings in by_box:
+                transfer.hosts.extend([rows[row]] * len(shardings))
+                transfer.shardings.extend(shardings)
+        transfer.leaves.append(leaves)
         return []
 
     def _run(self, transfer: _DevicePut) -> list[Any]:

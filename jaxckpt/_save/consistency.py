@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jaxckpt._devices.device_to_host import start_copies
 from jaxckpt._devices.interconnect import transfer_context
-from jaxckpt._devices.shardings import memory_kind, pinned_memory, processes_of
+from jaxckpt._devices.shardings import processes_of
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._job.slow_processes import process_names
 from jaxckpt._model import typed_json
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.staging import is_in_host_memory
+from jaxckpt._save.staging import may_be_shared
 from jaxckpt._save.write_plan import SavePlan
 from jaxckpt.errors import PeersDisagreeError, show_lines, show_path
 
@@ -217,28 +218,18 @@ def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
 
 
 def _protect(values: Sequence[_ComparedValue]) -> None:
-    """Protect the values from later changes by the caller. Copies from accelerators to the host are only started: they
-    end when the training steps that compute the arrays do. The other arrays are read."""
-    late: list[tuple[_ComparedValue, Any]] = []
-    now: list[_ComparedValue] = []
+    """Protect the values from later changes by the caller. Copies from accelerators to pinned memory are only started:
+    they end when the training steps that compute the arrays do. The other arrays are read."""
+    copied: list[_ComparedValue] = []
     for entry in values:
-        is_remote = isinstance(entry.value, jax.Array) and not is_in_host_memory(entry.value)
-        target = (
-            pinned_memory(entry.value.sharding) if is_remote and memory_kind(entry.value.sharding) is None else None
-        )
-        if target is not None:
-            late.append((entry, target))
+        if isinstance(entry.value, jax.Array) and not may_be_shared(entry.value):
+            copied.append(entry)
         else:
-            now.append(entry)
-            if is_remote:
-                entry.value.copy_to_host_async()
-    if late:
-        with transfer_context(None):
-            copies = jax.device_put([entry.value for entry, _ in late], [target for _, target in late])
-        for (entry, _), copy in zip(late, copies, strict=True):
-            entry.value = copy
-    for entry in now:
-        entry.value = entry.text()
+            entry.value = entry.text()
+    with transfer_context(None):
+        copies = start_copies([entry.value for entry in copied])
+    for entry, copy in zip(copied, copies, strict=True):
+        entry.value = copy
 
 
 def _value_groups(values: Sequence[_ComparedValue]) -> Iterator[ValueGroup]:
