@@ -551,15 +551,13 @@ class StagedAhead:
         *,
         max_objects: int | None,
         max_bytes: int | None,
-        when_staged: Callable[[], object],
         check: Callable[[], object],
     ) -> None:
-        """`when_staged` is called once all are staged; `check` before each, and raises to stop. None: no limit."""
+        """`check` is called before each, and raises to stop. None: no limit."""
         self._staged: Iterator[StagedObject] | None = staged
         self._phases = phases
         self._max_objects = max_objects
         self._budget = Budget(sys.maxsize if max_bytes is None else max_bytes)
-        self._when_staged = when_staged
         self._check = check
         self._ready = deque[StagedObject]()
         self._next: StagedObject | None = None
@@ -577,7 +575,6 @@ class StagedAhead:
                     self._next = next(self._staged, None)
                 if self._next is None:
                     self._staged = None
-                    self._when_staged()
                 elif self._budget.fits(self._next.copied_bytes):
                     self._budget.take(self._next.copied_bytes)
                     self.copied_bytes += self._next.copied_bytes

@@ -105,22 +105,24 @@ class OwnShare:
             own = held.keep(own)
         elif held is not None:
             held.keep_nothing()
-
-        def release() -> None:
-            if in_background or held is None:
-                save.draft.values.clear()
-            self.running.is_staged = True
-            if in_background:
-                release_caller()
-
         return StagedAhead(
-            own if with_others is None else with_others(own),
+            self._releasing(
+                own if with_others is None else with_others(own), frees_leaves=in_background or held is None
+            ),
             save.call.phases,
             max_objects=None if in_background else _OBJECTS_AHEAD,
             max_bytes=options.staging_bytes if in_background else options.host_bytes // 2,
-            when_staged=release,
             check=save.call.cancellation.check,
         )
+
+    def _releasing(self, staged: Generator[StagedObject], *, frees_leaves: bool) -> Generator[StagedObject]:
+        """The objects. After the last one, the leaves are not needed any more, and the caller is released."""
+        yield from staged
+        if frees_leaves:
+            self.save.draft.values.clear()
+        self.running.is_staged = True
+        if self.in_background:
+            release_caller()
 
     def write(self, data: str, ahead: StagedAhead) -> WrittenShare:
         """Write the objects as their data arrives, and the state, into a data folder. Returns what process 0 needs."""
