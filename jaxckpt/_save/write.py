@@ -105,10 +105,10 @@ class OwnShare:
             own = held.keep(own)
         elif held is not None:
             held.keep_nothing()
+        if with_others is not None:
+            own = with_others(own)
         return StagedAhead(
-            self._releasing(
-                own if with_others is None else with_others(own), frees_leaves=in_background or held is None
-            ),
+            self._releasing(own, frees_leaves=in_background or held is None),
             save.call.phases,
             max_objects=None if in_background else _OBJECTS_AHEAD,
             max_bytes=options.staging_bytes if in_background else options.host_bytes // 2,
