@@ -283,11 +283,18 @@ def _read(call: Call, source: Source, resolved: Resolved, request: RestoreReques
         )
     with (
         call.rendezvous("restoring", after_caller=True) as rendezvous,
-        contextlib.ExitStack() as shown,  # until all processes have read
+        contextlib.ExitStack() as until_all_have_read,
     ):
         if resolved.unproven:
             _require_lossless(source, resolved, call.options, rendezvous)
-        values = fetch(source, resolved.leaves, call.options, rendezvous, tied=request.tied, shown=shown)
+        values = fetch(
+            source,
+            resolved.leaves,
+            call.options,
+            rendezvous,
+            tied=request.tied,
+            until_all_have_read=until_all_have_read,
+        )
         if call.count > 1:
             require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules))
     return values
@@ -452,12 +459,13 @@ def fetch(
     rendezvous: Rendezvous,
     *,
     tied: bool = False,
-    shown: contextlib.ExitStack | None = None,
+    until_all_have_read: contextlib.ExitStack | None = None,
 ) -> dict[int, Any]:
     """The value of every leaf by its number. If `tied`, leaves that share a row and a form become one value.
 
     Every process of the rendezvous calls this, in a lane. Each checks some of the small files that describe stacks.
-    They read for each other if `options.read` says so. `shown` keeps the progress of the last reads on display.
+    They read for each other if `options.read` says so. The progress of the last reads stays on display
+    `until_all_have_read`.
     """
     representative: dict[int, int] = {}
     if tied:
@@ -481,9 +489,10 @@ def fetch(
         (reads,) = plan_reads(wants, options, [process], job_size)
         leaves = LeafBuilder(source.manifest, wants, destinations(wants, process))
         with detect_replacement(source, group), contextlib.ExitStack() as until_read:
-            if shown is not None:
-                shown.close()
-            display = (shown or until_read).enter_context(display_progress("restore", reads.n_bytes, options.progress))
+            if until_all_have_read is not None:
+                until_all_have_read.close()
+            progress = display_progress("restore", reads.n_bytes, options.progress)
+            display = (until_all_have_read or until_read).enter_context(progress)
 
             def report(n_bytes: int, display: Report = display) -> None:
                 rendezvous.call.cancellation.check()

@@ -76,7 +76,7 @@ class SharedPath:
                 with rendezvous.joined_by_all(), exchanging as calls:
                     written = self.write(share, data, ahead or share.stage_ahead(calls))
                 published = self.publish(rendezvous, save, save_id, transaction, written)
-            share.keep(data)
+            share.remember(data)
             with call.phases.timed("publish"):
                 if transaction is not None:
                     transaction.close()  # now, because what follows may delete old steps or take long

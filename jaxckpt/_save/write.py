@@ -68,7 +68,7 @@ class WrittenShare(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class OwnShare:
-    """The share of this process in a save that is carried out: stage it, write it, keep what a later save may reuse."""
+    """The share of this process in a save: stages it, writes it, and remembers what a later save may reuse."""
 
     save: PreparedSave
     running: RunningSave
@@ -180,10 +180,10 @@ class OwnShare:
             with self.save.call.phases.timed("device_to_host"):
                 return_free_memory()
 
-    def keep(self, data: str) -> None:
-        """After the publication, keep the records of the objects for the next save."""
+    def remember(self, data: str) -> None:
+        """After the publication, remember the records of the objects for the next save."""
         if self.save.reuse.cache is not None:
-            self.save.reuse.keep(data, self.save.plan.stacks, self._written)
+            self.save.reuse.remember(data, self.save.plan.stacks, self._written)
 
 
 @dataclass(frozen=True, slots=True)
