@@ -186,11 +186,13 @@ class LeafBuilder:
             self._join(leaves, arrays_by_row)
             return list(itertools.chain.from_iterable(arrays_by_row))
         if isinstance(sharding, Sharding) and not destination.is_whole and len(sharding.device_set) <= CALLBACK_DEVICES:
+            # One call of JAX for each leaf places all its boxes.
             shape = self._wants.stacks[leaves.stack].shape
             views_by_leaf = zip(*map(_split_rows, buffers), strict=True)
             arrays = [_place_boxes(shape, sharding, destination.boxes, views) for views in views_by_leaf]
             self._finish(leaves, arrays)
             return arrays
+        # One call of JAX for all leaves that are delivered together places each box with each of its shardings.
         by_box = list(zip(map(_split_rows, buffers), destination.shardings, strict=True))
         for row in range(len(leaves.numbers)):
             for rows, shardings in by_box:
