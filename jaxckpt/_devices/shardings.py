@@ -272,5 +272,8 @@ class TypedLeaf(SavedLeaf):
 
     @property
     def dtype(self) -> Any:
-        """Dtype that the user sees; None for PRNG keys of an implementation that JAX does not have."""
-        return key_dtype(self.record.impl or "") if self.kind == "key" else self.stored_dtype
+        """Dtype that the user sees. Raises ValueError for PRNG keys of an implementation that JAX does not have."""
+        dtype = key_dtype(self.record.impl or "") if self.kind == "key" else self.stored_dtype
+        if dtype is None:
+            raise ValueError(f"JAX has no implementation of PRNG keys that is called {self.record.impl!r}")
+        return dtype

@@ -26,6 +26,7 @@ from jaxckpt._devices.device_layout import order_problem, warn_of_orders
 from jaxckpt._devices.shardings import (
     PlannedSharding,
     TypedLeaf,
+    key_dtype,
     mesh_in_context,
     named_sharding,
     partition_spec,
@@ -371,7 +372,7 @@ def _abstract_leaf(
         dtype = None if leaf.dtype == dtype else dtype
     if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
-    if leaf.kind == "key" and leaf.dtype is None:
+    if leaf.kind == "key" and key_dtype(leaf.record.impl or "") is None:
         return _Reason(
             f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which JAX does not know in this"
             " program; leave it out with select=, or read its raw data with load_numpy"
