@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -164,18 +165,14 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
 def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf | None], match: Match) -> Resolved:
     """The result, by leaf number, of the result for each group."""
     numbers = match.requests.numbers
-    abstract_leaves = {
-        numbers[index]: abstract
-        for group, abstract in zip(groups, abstract_by_group, strict=True)
-        if abstract
-        for index in group.indices
-    }
-    unproven = {
-        numbers[index]: problem
-        for group, abstract in zip(groups, abstract_by_group, strict=True)
-        if abstract and (reason := _doubt(group, abstract))
-        for index, problem in zip(group.indices, group.problems(reason), strict=True)
-    }
+    abstract_leaves: dict[int, AbstractLeaf] = {}
+    unproven: dict[int, Problem] = {}
+    for group, abstract in zip(groups, abstract_by_group, strict=True):
+        if abstract is not None:
+            of_group = [numbers[index] for index in group.indices]
+            abstract_leaves |= dict.fromkeys(of_group, abstract)
+            if reason := _doubt(group, abstract):
+                unproven |= zip(of_group, group.problems(reason), strict=True)
     paths = dict(zip(numbers, match.requests.paths, strict=True))
     return Resolved(abstract_leaves, match.assembly, paths, match.accepted, unproven)
 
@@ -301,7 +298,7 @@ def _group(
 ) -> list[_Group]:
     """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the result."""
     leaves = manifest.leaves
-    indices_by_form: dict[Hashable, list[int]] = {}
+    indices_by_form = collections.defaultdict[Hashable, list[int]](list)
     asked = zip(requests.paths, requests.numbers, requests.values, strict=True)
     for index, (path, number, requested) in enumerate(asked):
         record = leaves[number]
@@ -314,11 +311,7 @@ def _group(
                 form = path
             else:
                 form = (form, type(requested), attributes(requested))
-        indices = indices_by_form.get(form)
-        if indices is None:
-            indices_by_form[form] = [index]
-        else:
-            indices.append(index)
+        indices_by_form[form].append(index)
     groups: list[_Group] = []
     for indices in indices_by_form.values():
         path, leaf = requests.paths[indices[0]], TypedLeaf(manifest, leaves[requests.numbers[indices[0]]])
