@@ -5,6 +5,7 @@ state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mes
 weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
 """
 
+import atexit
 import functools
 import importlib
 import threading
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from jaxckpt._save.save import save, save_async
     from jaxckpt.errors import CorruptError, JaxckptError, MismatchError, Preempted
 
-lanes.exit_with_status_at_exit()  # now, so that it runs after everything that the program registers with atexit
+atexit.register(lanes.exit_with_status)  # now, so that it runs after everything that the program registers with atexit
 
 _MODULES = {
     "_arguments.pytree": "register_leaf",

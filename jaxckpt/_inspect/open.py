@@ -20,7 +20,7 @@ from jaxckpt._model.records import Manifest, SavedLeaf
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._options import Options, options_or_default, require_whole_number
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore.read_loop import StoredArray, host_value, read_box
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import view_through

@@ -19,16 +19,14 @@ from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
 from jaxckpt._devices.shardings import processes_of
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._job.slow_processes import process_names
+from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_alone
-from jaxckpt._pipeline.progress import Report, display_progress, record_event
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import Report, display_progress, record_event, show_bytes
 from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest, TargetObject, require_request
 from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest

@@ -18,8 +18,7 @@ from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._formats.export import StepExport
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import Rendezvous, cause_of
-from jaxckpt._job.slow_processes import process_names
+from jaxckpt._job.rendezvous import Rendezvous, cause_of, process_names
 from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.recovery import LocatedStep

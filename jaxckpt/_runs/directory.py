@@ -43,7 +43,7 @@ from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
-from jaxckpt._store.store_path import run_at
+from jaxckpt._store.store_path import anchor_of, run_at
 from jaxckpt.errors import (
     CheckpointExistsError,
     CorruptError,
@@ -61,7 +61,7 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike[str], policy: RetentionPolicy, options: Options) -> None:
         self.store: Store = run_at(path, options, to_write=True)
-        self._anchor = self.store.anchor()
+        self._anchor = anchor_of(self.store)
         self._options = options
         self.policy = policy
         self._known: dict[str, int] = {}

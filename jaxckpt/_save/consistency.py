@@ -22,8 +22,7 @@ import numpy as np
 from jaxckpt._devices.device_to_host import start_copies
 from jaxckpt._devices.interconnect import transfer_context
 from jaxckpt._devices.shardings import processes_of
-from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._job.slow_processes import process_names
+from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt._model import typed_json
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import may_be_shared

@@ -26,9 +26,8 @@ from jaxckpt._model import manifest as manifests
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import finish_first
-from jaxckpt._pipeline.progress import display_progress, record_event
+from jaxckpt._pipeline.progress import display_progress, record_event, show_bytes
 from jaxckpt._pipeline.threads import is_shutting_down
-from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._save import running_saves
 from jaxckpt._save.consistency import OwnFingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -15,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxckpt._host import return_free_memory
 from jaxckpt._job.call import CollectiveCalls
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.grid import intersection, slices_within
@@ -178,7 +178,7 @@ class OwnShare:
         """When nothing refers to the copies any more, return their memory to the system."""
         if self._copied_bytes >= _RETURNED_BYTES:
             with self.save.call.phases.timed("device_to_host"):
-                return_free_memory()
+                _return_free_memory()
 
     def remember(self, data: str) -> None:
         """After the publication, remember the records of the objects for the next save."""
@@ -294,3 +294,14 @@ def _count_block(block: Array) -> int:
         return int(np.count_nonzero(exponents == 0x7F80))
     finite = np.isfinite(block)
     return block.size - int(np.count_nonzero(finite))
+
+
+def _return_free_memory() -> None:
+    """Return the memory that malloc keeps for later to the system, if the C library is glibc.
+
+    glibc keeps freed blocks of up to 32 MiB in the arenas of the threads that took them, whichever thread needs memory
+    next. Copies of 64 MiB of shards of 4 MiB left 240 MiB there, which grew for 100 saves. It took 6 to 14 ms for
+    0.2 to 0.5 GiB and once 430 ms for 1.3 GiB (2 cores); threads that need memory from the same arena wait meanwhile.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
