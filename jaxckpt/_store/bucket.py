@@ -757,7 +757,9 @@ class Bucket:
     def _answer(self, pending: _Request[T], seconds: float) -> T:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
-        was_silent = f"{_QUICK_SECONDS:g} s, and before that for " if self._wait_seconds(seconds) < seconds else ""
+        was_silent = (
+            f"{_QUICK_SECONDS:g} s, and before that for " if self._is_silent and seconds > _QUICK_SECONDS else ""
+        )
         try:
             result = self._wait(pending, seconds)
         except TimeoutError:
@@ -775,7 +777,7 @@ class Bucket:
 
     def _wait(self, pending: _Request[T], seconds: float) -> T:
         """The result of a request. Logs a warning if it takes long. Raises TimeoutError after `seconds`."""
-        if time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0):
+        if self._is_silent:
             seconds = min(_QUICK_SECONDS, seconds)
         first_seconds = min(_WARNING_SECONDS, seconds)
         with contextlib.suppress(TimeoutError):
@@ -783,6 +785,11 @@ class Bucket:
         if first_seconds < seconds:
             self._warn_once()
         return pending.result(timeout=seconds - first_seconds)
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether the server has just let a request time out, so that others wait only a moment."""
+        return time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0)
 
     def _warn_once(self) -> None:
         """Log that no request to a server has succeeded yet."""
