@@ -29,9 +29,9 @@ from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._pipeline.lanes import run_alone, run_to_the_end
+from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
-from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._run_folder.metrics import metrics_of

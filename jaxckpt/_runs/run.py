@@ -25,9 +25,9 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, optional, options_or_default, require_bool, require_seconds, require_whole_number
 from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_to_the_end
+from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
-from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.leases import TERM_SECONDS, pin_step, pins, unpin_name
 from jaxckpt._run_folder.metrics import add_metrics, metrics_of, read_added_metrics, recorded_metrics

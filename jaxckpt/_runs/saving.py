@@ -24,13 +24,12 @@ from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.failures import Failures
 from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.retention import evaluate_predicate, require_predicate
-from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.describe import missing_subtrees
 from jaxckpt._save.request import PlanCache, PreparedSave, SaveRequest, require_on_done
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start
-from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._save.shared_path import PublishResult, SharedPath
 from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import InputError, JaxckptError, Preempted, TreeError
 

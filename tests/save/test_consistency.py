@@ -8,6 +8,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt._save import consistency as agreement
+from jaxckpt._save import staging
 from jaxckpt._save.describe import describe
 from jaxckpt._save.write_plan import plan_save
 
@@ -18,7 +19,7 @@ def test_a_save_does_not_wait_for_the_values_that_it_compares(monkeypatch: pytes
     read: list[str] = []
     text = agreement._ComparedValue.text
     monkeypatch.setattr(agreement._ComparedValue, "text", lambda one: read.append(one.path) or text(one))
-    monkeypatch.setattr(agreement, "is_in_host_memory", lambda value: False)
+    monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
     monkeypatch.setattr(agreement, "processes_of", lambda sharding: frozenset({0, 1}))
     device, options = jax.devices()[1 % len(jax.devices())], jaxckpt.Options()
     counts = {name: jax.device_put(np.int32(number), device) for number, name in enumerate("abc")}
