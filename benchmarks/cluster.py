@@ -61,7 +61,7 @@ from jaxckpt._model.grid import Box, Layout, Spec, touched_cells
 from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._restore.read_loop import reads_of
-from jaxckpt._restore.resolve import AbstractLeaf
+from jaxckpt._restore.resolve import LeafForm
 from jaxckpt._restore.wants import Wants, plan_reads, plan_wants
 from jaxckpt._save.consistency import Fingerprint, require_equal_fingerprints
 from jaxckpt._save.describe import Draft
@@ -191,8 +191,8 @@ class Restored:
 
 def wants_of(job: Job, manifest: Manifest) -> Wants:
     """What process 1 needs to restore onto the mesh of the save."""
-    abstract = {spec: AbstractLeaf("jax", None, job.sharding(spec)) for _, _, spec in leaves_of(job).values()}
-    leaves = {number: abstract[spec] for number, (_, _, spec) in enumerate(leaves_of(job).values())}
+    form = {spec: LeafForm("jax", None, job.sharding(spec)) for _, _, spec in leaves_of(job).values()}
+    leaves = {number: form[spec] for number, (_, _, spec) in enumerate(leaves_of(job).values())}
     source: Any = SimpleNamespace(manifest=manifest, url="s3://checkpoints/1234abcd")
     return plan_wants(source, leaves, job.options, [1], range(job.processes))
 

@@ -239,7 +239,7 @@ def python_calls(act: Callable[[], Any]) -> int:
     return calls
 
 
-def abstract_leaves(manifest: Manifest, **request: Any) -> Callable[[], Any]:
+def forms(manifest: Manifest, **request: Any) -> Callable[[], Any]:
     return lambda: _resolve.resolve(manifest, _target.RestoreRequest(**request), jaxckpt.Options())
 
 
@@ -253,10 +253,10 @@ LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], 
         0,
     ),
     "building the tree": (lambda path, manifest, tree: lambda: _tree.unflatten(manifest.tree, range(10_000)), 0),
-    "leaves as saved": (lambda path, manifest, tree: abstract_leaves(manifest), 1),
-    "leaves on a mesh": (lambda path, manifest, tree: abstract_leaves(manifest, mesh=mesh_of(2, 4)), 1),
+    "leaves as saved": (lambda path, manifest, tree: forms(manifest), 1),
+    "leaves on a mesh": (lambda path, manifest, tree: forms(manifest, mesh=mesh_of(2, 4)), 1),
     "leaves of a target": (
-        lambda path, manifest, tree: abstract_leaves(manifest, target=tree),
+        lambda path, manifest, tree: forms(manifest, target=tree),
         2,
     ),  # one of them is in JAX
 }

@@ -26,7 +26,7 @@ from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._restore.read_loop import read_box
-from jaxckpt._restore.resolve import AbstractLeaf
+from jaxckpt._restore.resolve import LeafForm
 from jaxckpt._restore.restore import fetch
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._sources.open_source import Location, source_at
@@ -276,7 +276,7 @@ class _Side:
     def whole(self, paths: Sequence[str]) -> list[Array]:
         """Small leaves, which may be values in the manifest."""
         leaves = {self.numbers[path]: self.leaf(path) for path in paths}
-        stored = dict.fromkeys((number for number, leaf in leaves.items() if leaf.is_array), AbstractLeaf("numpy"))
+        stored = dict.fromkeys((number for number, leaf in leaves.items() if leaf.is_array), LeafForm("numpy"))
         options = replace(self.options, progress=None)
         rendezvous = Call.alone("diff", self.source.url, options).rendezvous("reading")
         values = run_alone(lambda: fetch(self.source, stored, options, rendezvous), options.timeout_seconds)

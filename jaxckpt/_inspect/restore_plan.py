@@ -19,7 +19,7 @@ from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord, show_layout
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore.read_plan import ReadCost
-from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf
+from jaxckpt._restore.resolve import LeafForm, Resolved, host_leaf
 from jaxckpt._restore.shared_exchange import needs_whole_job
 from jaxckpt._restore.wants import placement_of, plan_reads, plan_wants, restored_dtype, split_ties
 from jaxckpt._sources.source import Source
@@ -238,18 +238,16 @@ def _describe_layout(where: LeafLayout) -> str:
 def plan_restore(source: Source, resolved: Resolved, options: Options) -> RestorePlan:
     """Compute what every process reads of the requested leaves."""
     manifest = source.manifest
-    stored = {
-        number: abstract for number, abstract in resolved.leaves.items() if manifest.leaves[number].stack is not None
-    }
+    stored = {number: form for number, form in resolved.leaves.items() if manifest.leaves[number].stack is not None}
     # Every process first reads the leaves whose cast depends on their values.
     compared = dict.fromkeys(resolved.unproven, host_leaf("numpy"))
-    shardings = [abstract.sharding for abstract in {id(abstract): abstract for abstract in stored.values()}.values()]
+    shardings = [form.sharding for form in {id(form): form for form in stored.values()}.values()]
     has_real_sharding = any(isinstance(sharding, Sharding) for sharding in shardings)
     processes = range(max((_n_processes(sharding) for sharding in shardings if sharding is not None), default=1))
     job_size = len(processes) if has_real_sharding and needs_whole_job() else None
     costs = [ReadCost() for _ in processes]
-    for abstract_leaves in [*split_ties(manifest, stored), *split_ties(manifest, compared)]:
-        wants = plan_wants(source, abstract_leaves, options, processes, processes)
+    for forms in [*split_ties(manifest, stored), *split_ties(manifest, compared)]:
+        wants = plan_wants(source, forms, options, processes, processes)
         for reads in plan_reads(wants, options, processes, job_size):
             costs[reads.process] += reads.cost(wants.stacks, options.host_bytes)
     device_bytes = _device_bytes(manifest, stored)
@@ -265,28 +263,24 @@ def _n_processes(sharding: Sharding | PlannedSharding) -> int:
     return jax.process_count()
 
 
-def _leaf_plans(
-    manifest: Manifest, resolved: Resolved, abstract_leaves: Mapping[int, AbstractLeaf]
-) -> Iterator[LeafPlan]:
-    for number, abstract in sorted(abstract_leaves.items()):
+def _leaf_plans(manifest: Manifest, resolved: Resolved, forms: Mapping[int, LeafForm]) -> Iterator[LeafPlan]:
+    for number, form in sorted(forms.items()):
         record = manifest.leaves[number]
         stack = manifest.decoded_stacks[manifest.stack_and_row(record)[0]]
-        restored = _restored_layout(abstract.sharding, abstract.on_devices)
+        restored = _restored_layout(form.sharding, form.on_devices)
         yield LeafPlan(resolved.paths[number], stack.dtype, stack.shape, saved_layout(manifest, record), restored)
 
 
-def _device_bytes(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf]) -> dict[int, dict[Any, int]]:
+def _device_bytes(manifest: Manifest, forms: Mapping[int, LeafForm]) -> dict[int, dict[Any, int]]:
     """By process, the bytes of arrays on each of its devices."""
-    n_leaves = collections.Counter(
-        (manifest.leaves[number].stack, abstract) for number, abstract in abstract_leaves.items()
-    )
+    n_leaves = collections.Counter((manifest.leaves[number].stack, form) for number, form in forms.items())
     n_bytes: dict[int, dict[Any, int]] = {}
-    for (stack_number, abstract), count in n_leaves.items():
-        if stack_number is None or abstract.sharding is None:
+    for (stack_number, form), count in n_leaves.items():
+        if stack_number is None or form.sharding is None:
             continue
         stack = manifest.decoded_stacks[stack_number]
-        itemsize = restored_dtype(stack, abstract).itemsize
-        for device, process, box in placement_of(abstract.sharding, stack.shape):
+        itemsize = restored_dtype(stack, form).itemsize
+        for device, process, box in placement_of(form.sharding, stack.shape):
             on_devices = n_bytes.setdefault(process, {})
             on_devices[device] = on_devices.get(device, 0) + count * volume(box) * itemsize
     return n_bytes

@@ -1,1 +1,1 @@
-"""Restoring: target, match, abstract leaves, wants, reads, destinations, placement."""
+"""Restoring: target, match, forms, wants, reads, destinations, placement."""

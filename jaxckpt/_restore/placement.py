@@ -25,7 +25,7 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS, decode_value
 from jaxckpt._restore.read_loop import Buffers, host_value
 from jaxckpt._restore.read_plan import ReadStep, WantedRows
-from jaxckpt._restore.resolve import AbstractLeaf
+from jaxckpt._restore.resolve import LeafForm
 from jaxckpt._restore.wants import WantedRange, Wants, read_key, restored_dtype, row_ranges
 from jaxckpt.errors import ManifestError, show_path
 
@@ -62,15 +62,15 @@ def destinations(wants: Wants, process: int) -> dict[tuple[Any, ...], LeafDestin
     """The destinations of what a process needs, by `read_key`."""
     by_key: dict[tuple[Any, ...], LeafDestination] = {}
     for wanted_range in wants.ranges:
-        key = read_key(wanted_range.abstract, wanted_range.stack)
+        key = read_key(wanted_range.form, wanted_range.stack)
         if key not in by_key:
             by_key[key] = _destination(wanted_range, wants.stacks[wanted_range.stack], process)
     return by_key
 
 
 def _destination(wanted_range: WantedRange, stack: Stack, process: int) -> LeafDestination:
-    abstract = wanted_range.abstract
-    sharding = abstract.sharding
+    form = wanted_range.form
+    sharding = form.sharding
     assert not isinstance(sharding, PlannedSharding), "plans have these, and read nothing"
     boxes = wanted_range.boxes.by_process.get(process, ())
     is_whole = wanted_range.boxes.are_whole and len(boxes) > 0
@@ -122,7 +122,7 @@ class _Leaves:
 
     rows: tuple[int, int]
     stack: int
-    abstract: AbstractLeaf
+    form: LeafForm
     destination: LeafDestination
 
 
@@ -167,17 +167,17 @@ class LeafBuilder:
         return arrays
 
     def _leaves(self, run: WantedRows) -> Iterator[_Leaves]:
-        abstract_leaves = self._wants.by_stack[run.stack]
-        for (start, stop), abstract in row_ranges({row: abstract_leaves[row] for row in range(*run.rows)}):
-            numbers = [abstract_leaves[row][0] for row in range(start, stop)]
-            destination = self._destinations[read_key(abstract, run.stack)]
-            yield _Leaves(numbers, (start, stop), run.stack, abstract, destination)
+        forms = self._wants.by_stack[run.stack]
+        for (start, stop), form in row_ranges({row: forms[row] for row in range(*run.rows)}):
+            numbers = [forms[row][0] for row in range(start, stop)]
+            destination = self._destinations[read_key(form, run.stack)]
+            yield _Leaves(numbers, (start, stop), run.stack, form, destination)
 
     def _create(self, leaves: _Leaves, buffers: Sequence[Array], transfer: _DevicePut) -> list[Any]:
         """Create the values of leaves from the buffers of their boxes, or add them to the transfer, which will create
         them. Returns the arrays on devices that were created here."""
-        destination, sharding = leaves.destination, leaves.abstract.sharding
-        if not leaves.abstract.on_devices:
+        destination, sharding = leaves.destination, leaves.form.sharding
+        if not leaves.form.on_devices:
             self._keep_on_host(leaves, _split_rows(buffers[0]))
             return []
         if destination.block_rows:
@@ -211,7 +211,7 @@ class LeafBuilder:
         return arrays
 
     def _keep_on_host(self, leaves: _Leaves, rows: Sequence[Array]) -> None:
-        kind = leaves.abstract.kind
+        kind = leaves.form.kind
         if kind == "numpy":  # nothing to convert, which matters for 20,000 leaves
             self.values.update(zip(leaves.numbers, rows, strict=True))
             return
@@ -220,7 +220,7 @@ class LeafBuilder:
 
     def _finish_streamed(self, leaves: _Leaves, boxes: Sequence[int]) -> None:
         """Create leaves whose boxes were gathered on the devices."""
-        dtype = restored_dtype(self._wants.stacks[leaves.stack], leaves.abstract)
+        dtype = restored_dtype(self._wants.stacks[leaves.stack], leaves.form)
         keys = [[(leaves.stack, row, box) for box in boxes] for row in range(*leaves.rows)]
         self._join(
             leaves, [[_as_dtype(array, dtype) for key in row for array in self._streamed.pop(key)] for row in keys]
@@ -232,12 +232,12 @@ class LeafBuilder:
         box = step.runs[run].boxes[number]
         receiving: dict[Any, Any] = {}
         for offset, row in enumerate(range(*region[0])):
-            _, abstract = self._wants.by_stack[step.stack][row]
-            destination = self._destinations[read_key(abstract, step.stack)]
+            _, form = self._wants.by_stack[step.stack][row]
+            destination = self._destinations[read_key(form, step.stack)]
             if box not in destination.boxes:
                 continue
             devices = destination.shardings[destination.boxes.index(box)]
-            piece = _cast(data[offset], abstract)
+            piece = _cast(data[offset], form)
             key = (step.stack, row, number)
             if region[1:] == box:
                 arrays = jax.device_put([piece] * len(devices), list(devices))
@@ -256,12 +256,12 @@ class LeafBuilder:
     def create_unread_leaves(self) -> None:
         """Create the leaves for which nothing was read: those without elements, and those of other processes."""
         transfer = _DevicePut()
-        for stack, abstract_leaves in self._wants.by_stack.items():
-            for row, (leaf, abstract) in abstract_leaves.items():
+        for stack, forms in self._wants.by_stack.items():
+            for row, (leaf, form) in forms.items():
                 if leaf in self.values:
                     continue
-                leaves = _Leaves([leaf], (row, row + 1), stack, abstract, self._destinations[read_key(abstract, stack)])
-                dtype = restored_dtype(self._wants.stacks[stack], abstract)
+                leaves = _Leaves([leaf], (row, row + 1), stack, form, self._destinations[read_key(form, stack)])
+                dtype = restored_dtype(self._wants.stacks[stack], form)
                 buffers = [np.empty((1, *extent(box)), dtype) for box in leaves.destination.boxes]
                 if buffers:
                     self._create(leaves, buffers, transfer)
@@ -275,9 +275,9 @@ class LeafBuilder:
             self._finish(leaves, [array for (array,) in arrays_by_leaf])
             return
         stack = self._wants.stacks[leaves.stack]
-        sharding: Any = leaves.abstract.sharding
+        sharding: Any = leaves.form.sharding
         # The dtype is needed if this process has no device of the sharding, and therefore no part.
-        dtype = restored_dtype(stack, leaves.abstract)
+        dtype = restored_dtype(stack, leaves.form)
         joined = [
             jax.make_array_from_single_device_arrays(stack.shape, sharding, arrays, dtype=dtype)
             for arrays in arrays_by_leaf
@@ -286,7 +286,7 @@ class LeafBuilder:
 
     def _finish(self, leaves: _Leaves, arrays: Sequence[Any]) -> None:
         """Create leaves from their arrays."""
-        if leaves.abstract.kind == "key":
+        if leaves.form.kind == "key":
             arrays = [self._as_key(leaf, array) for leaf, array in zip(leaves.numbers, arrays, strict=True)]
         self.values.update(zip(leaves.numbers, arrays, strict=True))
 
@@ -334,23 +334,23 @@ _update: Any = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
 _bitcast: Any = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1, donate_argnums=0)
 
 
-def _cast(view: Array, abstract: AbstractLeaf) -> Array:
-    if abstract.cast is None or abstract.cast == view.dtype:
+def _cast(view: Array, form: LeafForm) -> Array:
+    if form.cast is None or form.cast == view.dtype:
         return view
-    cast = np.empty(view.shape, abstract.cast)
+    cast = np.empty(view.shape, form.cast)
     assign(cast, view)
     return cast
 
 
-def value_in_manifest(record: LeafRecord, abstract: AbstractLeaf) -> Any:
+def value_in_manifest(record: LeafRecord, form: LeafForm) -> Any:
     """The value of a leaf in the manifest."""
-    value, kind = decode_value(record.kind, record.value or ""), KINDS[abstract.kind]
+    value, kind = decode_value(record.kind, record.value or ""), KINDS[form.kind]
     if kind.decode is not None:
-        return value if record.kind == abstract.kind else kind.type(value)
-    array = _cast(np.asarray(value), abstract)
-    if not abstract.on_devices:
+        return value if record.kind == form.kind else kind.type(value)
+    array = _cast(np.asarray(value), form)
+    if not form.on_devices:
         return kind.from_array(array)
-    sharding: Any = abstract.sharding
+    sharding: Any = form.sharding
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     # jax.device_put would exchange the value with the other processes, to compare it.

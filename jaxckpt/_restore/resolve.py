@@ -59,7 +59,7 @@ _Dtype = np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class AbstractLeaf:
+class LeafForm:
     """The form in which a saved leaf is restored. `resolve` shares one among all leaves with equal results."""
 
     kind: str
@@ -86,7 +86,7 @@ class AbstractLeaf:
 class Resolved:
     """What each leaf of a checkpoint is restored as, and how the tree is assembled from the leaves."""
 
-    leaves: Mapping[int, AbstractLeaf]
+    leaves: Mapping[int, LeafForm]
     """By leaf number in the checkpoint."""
 
     assembly: Assembly
@@ -105,9 +105,9 @@ class Resolved:
 
 
 @functools.cache
-def host_leaf(kind: str) -> AbstractLeaf:
+def host_leaf(kind: str) -> LeafForm:
     """What a leaf is restored as without devices: kind "numpy" for kinds that are restored onto devices."""
-    return AbstractLeaf("numpy" if KINDS[kind].on_devices else kind)
+    return LeafForm("numpy" if KINDS[kind].on_devices else kind)
 
 
 def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved:
@@ -118,8 +118,8 @@ def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved
     numbers = range(len(manifest.leaves))
     assembly = Assembly.of_saved(manifest, manifest.tree, numbers)
     if dtype is None:
-        abstract_leaves = {number: host_leaf(manifest.leaves[number].kind) for number in numbers}
-        return Resolved(abstract_leaves, assembly, dict(zip(numbers, manifest.numbers, strict=True)))
+        forms = {number: host_leaf(manifest.leaves[number].kind) for number in numbers}
+        return Resolved(forms, assembly, dict(zip(numbers, manifest.numbers, strict=True)))
     paths = [*manifest.numbers]
     match = Match(LeafRequests(paths, numbers, [None] * len(paths)), assembly)
     policies = resolve_policies(options.cast, paths, (TypedLeaf(manifest, manifest.leaves[n]) for n in numbers))
@@ -131,10 +131,10 @@ def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved
     return _resolved(groups, [_host_leaf(group.leaf, group.dtype) for group in groups], match)
 
 
-def _host_leaf(leaf: TypedLeaf, dtype: _Dtype | None) -> AbstractLeaf:
+def _host_leaf(leaf: TypedLeaf, dtype: _Dtype | None) -> LeafForm:
     """What a leaf is restored as without devices, in a dtype that `dtype=` gives, if any."""
-    abstract = host_leaf(leaf.kind)
-    return abstract if dtype is None or leaf.dtype == dtype else replace(abstract, cast=dtype)
+    form = host_leaf(leaf.kind)
+    return form if dtype is None or leaf.dtype == dtype else replace(form, cast=dtype)
 
 
 def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
@@ -162,19 +162,19 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     return resolved if request.mesh is None else replace(resolved, unsplit=_unsplit(request.mesh, groups, laid_out))
 
 
-def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf | None], match: Match) -> Resolved:
+def _resolved(groups: Sequence[_Group], form_by_group: Sequence[LeafForm | None], match: Match) -> Resolved:
     """The result, by leaf number, of the result for each group."""
     numbers = match.requests.numbers
-    abstract_leaves: dict[int, AbstractLeaf] = {}
+    forms: dict[int, LeafForm] = {}
     unproven: dict[int, Problem] = {}
-    for group, abstract in zip(groups, abstract_by_group, strict=True):
-        if abstract is not None:
+    for group, form in zip(groups, form_by_group, strict=True):
+        if form is not None:
             of_group = [numbers[index] for index in group.indices]
-            abstract_leaves |= dict.fromkeys(of_group, abstract)
-            if reason := _doubt(group, abstract):
+            forms |= dict.fromkeys(of_group, form)
+            if reason := _doubt(group, form):
                 unproven |= zip(of_group, group.problems(reason), strict=True)
     paths = dict(zip(numbers, match.requests.paths, strict=True))
-    return Resolved(abstract_leaves, match.assembly, paths, match.accepted, unproven)
+    return Resolved(forms, match.assembly, paths, match.accepted, unproven)
 
 
 def _raise_problems(
@@ -298,22 +298,22 @@ def _group(
 ) -> list[_Group]:
     """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the result."""
     leaves = manifest.leaves
-    indices_by_form = collections.defaultdict[Hashable, list[int]](list)
+    indices_by_key = collections.defaultdict[Hashable, list[int]](list)
     asked = zip(requests.paths, requests.numbers, requests.values, strict=True)
     for index, (path, number, requested) in enumerate(asked):
         record = leaves[number]
         spec = specs.get(path) if specs else None
         dtype = casts.get(path) if casts else None
-        form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec, dtype, policies[path])
+        key = (record.kind, record.impl, record.stack, record.layout, record.weak, spec, dtype, policies[path])
         if requested is not None:
             attributes = _attributes(type(requested))
             if attributes is None or record.value is not None:  # the result depends on the value
-                form = path
+                key = path
             else:
-                form = (form, type(requested), attributes(requested))
-        indices_by_form[form].append(index)
+                key = (key, type(requested), attributes(requested))
+        indices_by_key[key].append(index)
     groups: list[_Group] = []
-    for indices in indices_by_form.values():
+    for indices in indices_by_key.values():
         path, leaf = requests.paths[indices[0]], TypedLeaf(manifest, leaves[requests.numbers[indices[0]]])
         groups.append(_Group(requests, indices, leaf, specs.get(path), casts.get(path), policies[path]))
     return groups
@@ -341,25 +341,25 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 # Checking kind, shape and dtype ---------------------------------------------------------------------------
 
 
-def _check(groups: Sequence[_Group]) -> tuple[list[AbstractLeaf | None], list[Problem]]:
+def _check(groups: Sequence[_Group]) -> tuple[list[LeafForm | None], list[Problem]]:
     """What each group is restored as, without a sharding yet; None and a problem if the request cannot be satisfied."""
-    abstract_leaves = [
-        _abstract_leaf(group.leaf, group.requested, group.policy, group.dtype, has_spec=group.spec is not None)
+    forms = [
+        _leaf_form(group.leaf, group.requested, group.policy, group.dtype, has_spec=group.spec is not None)
         for group in groups
     ]
     problems = [
         problem
-        for group, abstract in zip(groups, abstract_leaves, strict=True)
-        if isinstance(abstract, _Reason)
-        for problem in group.problems(abstract)
+        for group, form in zip(groups, forms, strict=True)
+        if isinstance(form, _Reason)
+        for problem in group.problems(form)
     ]
-    return [None if isinstance(abstract, _Reason) else abstract for abstract in abstract_leaves], problems
+    return [None if isinstance(form, _Reason) else form for form in forms], problems
 
 
-def _abstract_leaf(
+def _leaf_form(
     leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None, *, has_spec: bool
-) -> AbstractLeaf | _Reason:
-    """The abstract leaf for a leaf of a target, or for None: as it was saved, but on devices if `specs=` has a spec for
+) -> LeafForm | _Reason:
+    """The form for a leaf of a target, or for None: as it was saved, but on devices if `specs=` has a spec for
     it. `dtype` overrides the target's."""
     if dtype is not None and (requested is None or isinstance(requested, (Sharding, Format))):
         dtype = None if leaf.dtype == dtype else dtype
@@ -375,12 +375,12 @@ def _abstract_leaf(
             return _Reason("is a Format without a sharding in the target")
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
         if is_value or (requested is None and not leaf.on_devices and not has_spec):
-            return host_leaf(leaf.kind) if dtype is None else AbstractLeaf(leaf.kind, dtype)
-        abstract = _device_leaf(leaf, requested, dtype, leaf.record.weak and dtype is None, policy)
-        if isinstance(abstract, _Reason) and requested is None and not leaf.on_devices:
+            return host_leaf(leaf.kind) if dtype is None else LeafForm(leaf.kind, dtype)
+        form = _device_leaf(leaf, requested, dtype, leaf.record.weak and dtype is None, policy)
+        if isinstance(form, _Reason) and requested is None and not leaf.on_devices:
             keep = "without a spec (None from a function), it comes back as a NumPy array"
-            return abstract._replace(remedy=f"{abstract.remedy}; {keep}")
-        return abstract
+            return form._replace(remedy=f"{form.remedy}; {keep}")
+        return form
     is_ref = requested.is_ref if isinstance(requested, jax.ShapeDtypeStruct) else is_reference(type(requested))
     if is_ref or isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         if axes := _manual_axes(requested):
@@ -392,12 +392,12 @@ def _abstract_leaf(
         if isinstance(cast, _Reason):
             return cast
         if isinstance(requested, (np.ndarray, np.generic)):
-            return AbstractLeaf("numpy" if isinstance(requested, np.ndarray) else "numpy_scalar", cast)
+            return LeafForm("numpy" if isinstance(requested, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type, and a jax.Ref has that of its array.
         typed = getattr(getattr(requested, "aval", None), "inner_aval", requested)
         weak = dtype is None and getattr(typed, "weak_type", False)
-        abstract = _device_leaf(leaf, requested, cast, weak, policy)
-        return replace(abstract, is_reference=True) if is_ref and isinstance(abstract, AbstractLeaf) else abstract
+        form = _device_leaf(leaf, requested, cast, weak, policy)
+        return replace(form, is_reference=True) if is_ref and isinstance(form, LeafForm) else form
     if type(requested) in PYTHON_KINDS:
         return _python_leaf(leaf, PYTHON_KINDS[type(requested)])
     return _Reason(unrestorable_reason(requested, is_container=False))
@@ -410,13 +410,11 @@ def _manual_axes(requested: Any) -> list[str]:
     return sorted({*(getattr(requested, "vma", None) or ()), *itertools.chain.from_iterable(groups)})
 
 
-def _device_leaf(
-    leaf: TypedLeaf, requested: Any, cast: _Dtype | None, weak: bool, policy: str
-) -> AbstractLeaf | _Reason:
+def _device_leaf(leaf: TypedLeaf, requested: Any, cast: _Dtype | None, weak: bool, policy: str) -> LeafForm | _Reason:
     """An array on devices, with a dtype that JAX supports in its current configuration, and in the default order in
     device memory, because restore makes no other."""
     if leaf.kind == "key":
-        abstract = AbstractLeaf("key")
+        form = LeafForm("key")
     else:
         dtype = leaf.dtype if cast is None else cast
         supported = np.dtype(jax.dtypes.canonicalize_dtype(dtype))  # pyright: ignore[reportUnknownMemberType]
@@ -426,9 +424,9 @@ def _device_leaf(
                 'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and'
                 ' load_numpy; Options(cast="unsafe") restores 32 bits',
             )
-        abstract = AbstractLeaf("jax", cast if supported == dtype else supported, weak=weak)
-    problem = order_problem(requested, abstract.cast or leaf.dtype, leaf.shape)
-    return _Reason(problem) if problem else abstract
+        form = LeafForm("jax", cast if supported == dtype else supported, weak=weak)
+    problem = order_problem(requested, form.cast or leaf.dtype, leaf.shape)
+    return _Reason(problem) if problem else form
 
 
 _OTHER_SHAPE = "leave leaves of another shape out with select=, or change their shape by Rules in rename="
@@ -464,9 +462,9 @@ def _cast_dtype(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | No
     return np.dtype(requested.dtype)
 
 
-def _doubt(group: _Group, abstract: AbstractLeaf) -> _Reason | None:
+def _doubt(group: _Group, form: LeafForm) -> _Reason | None:
     """What is wrong with a group if its cast changes values; None if the cast is made in any case."""
-    leaf, cast = group.leaf, abstract.cast
+    leaf, cast = group.leaf, form.cast
     if cast is None or not leaf.is_array or leaf.kind == "key":
         return None
     may_round = group.dtype is not None
@@ -497,20 +495,20 @@ def _cast_number(leaf: TypedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reaso
     return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
 
 
-def _python_leaf(leaf: TypedLeaf, kind: str) -> AbstractLeaf | _Reason:
+def _python_leaf(leaf: TypedLeaf, kind: str) -> LeafForm | _Reason:
     """A Python value of a kind, from a saved value or from an array of one number."""
     saved = leaf.kind if not leaf.is_array or leaf.kind in ("str", "bytes") else None
     if saved == kind:
-        return AbstractLeaf(kind)
+        return LeafForm(kind)
     if kind in NUMBER_KINDS:
         convert = KINDS[kind].type
         if saved in NUMBER_KINDS and NUMBER_KINDS.index(saved) < NUMBER_KINDS.index(kind):
             value = leaf.value
             with contextlib.suppress(OverflowError):
                 if convert(value) == value or value != value:
-                    return AbstractLeaf(kind)
+                    return LeafForm(kind)
         if saved is None and leaf.kind != "key" and leaf.shape == () and is_lossless(leaf.dtype, np.dtype(convert)):
-            return AbstractLeaf(kind)
+            return LeafForm(kind)
     saved_as = f"{leaf.dtype}{list(leaf.shape)}" if saved is None else saved
     return _Reason(f"is {saved_as} in the checkpoint, {kind} in the target")
 
@@ -519,9 +517,9 @@ def _python_leaf(leaf: TypedLeaf, kind: str) -> AbstractLeaf | _Reason:
 
 
 def _assign_shardings(
-    request: RestoreRequest, groups: Sequence[_Group], abstract_leaves: Sequence[AbstractLeaf | None], options: Options
-) -> tuple[list[AbstractLeaf | None], list[Problem], list[Problem]]:
-    """The abstract leaves with their shardings: from the target, otherwise from mesh= and specs=, otherwise as saved.
+    request: RestoreRequest, groups: Sequence[_Group], forms: Sequence[LeafForm | None], options: Options
+) -> tuple[list[LeafForm | None], list[Problem], list[Problem]]:
+    """The forms with their shardings: from the target, otherwise from mesh= and specs=, otherwise as saved.
 
     The problems are leaves that do not fit their specs, and leaves whose saved devices do not exist here.
     """
@@ -530,8 +528,8 @@ def _assign_shardings(
     unavailable: list[Problem] = []
     by_mesh: dict[int, _Group] = {}
     saved_shardings: dict[int, Sharding | LayoutError | None] = {}
-    for index, (group, abstract) in enumerate(zip(groups, abstract_leaves, strict=True)):
-        if abstract is None or not abstract.on_devices:
+    for index, (group, form) in enumerate(zip(groups, forms, strict=True)):
+        if form is None or not form.on_devices:
             continue
         leaf, sharding = group.leaf, _requested_sharding(group.requested)
         if sharding is not None:
@@ -562,20 +560,18 @@ def _assign_shardings(
                 misfits.extend(group.problems(sharding))
             else:
                 shardings[index] = sharding
-    laid_out = [
-        abstract and replace(abstract, sharding=shardings.get(index)) for index, abstract in enumerate(abstract_leaves)
-    ]
+    laid_out = [form and replace(form, sharding=shardings.get(index)) for index, form in enumerate(forms)]
     return laid_out, misfits, unavailable
 
 
-def _unsplit(mesh: Any, groups: Sequence[_Group], abstract_leaves: Sequence[AbstractLeaf | None]) -> list[int]:
+def _unsplit(mesh: Any, groups: Sequence[_Group], forms: Sequence[LeafForm | None]) -> list[int]:
     """Numbers of the arrays that `mesh=` replicates on several devices without being asked to."""
     if math.prod(mesh_axes(mesh).values()) == 1:
         return []
     return [
         group.requests.numbers[index]
-        for group, abstract in zip(groups, abstract_leaves, strict=True)
-        if abstract is not None and abstract.on_devices and _requested_sharding(group.requested) is None
+        for group, form in zip(groups, forms, strict=True)
+        if form is not None and form.on_devices and _requested_sharding(group.requested) is None
         if group.spec is None and group.leaf.mesh is None and group.leaf.shape
         for index in group.indices
     ]

@@ -31,7 +31,7 @@ from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest, TargetObject, require_request
 from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of
-from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, resolve
+from jaxckpt._restore.resolve import LeafForm, Resolved, host_leaf, host_leaves, resolve
 from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared, require_agreement
 from jaxckpt._restore.shared_reads import wants_digest
 from jaxckpt._restore.wants import plan_reads, plan_wants, split_ties
@@ -335,15 +335,15 @@ def _require_lossless(source: Source, resolved: Resolved, options: Options, rend
 def _global_leaves_digest(resolved: Resolved, rules: Rules | None) -> str:
     """A digest of the leaves whose arrays span several processes: their forms, their paths in the restored tree, and
     the rules that make them. It must be equal everywhere."""
-    numbers: dict[int, tuple[AbstractLeaf, list[int]]] = {}  # by the id of the abstract leaf, which many leaves share
-    for number, abstract in resolved.leaves.items():
-        numbers.setdefault(id(abstract), (abstract, []))[1].append(number)
+    numbers: dict[int, tuple[LeafForm, list[int]]] = {}  # by the id of the form, which many leaves share
+    for number, form in resolved.leaves.items():
+        numbers.setdefault(id(form), (form, []))[1].append(number)
     hasher = hashlib.sha256()
-    for abstract, leaves in numbers.values():
-        if isinstance(abstract.sharding, Sharding) and len(processes_of(abstract.sharding)) > 1:
+    for form, leaves in numbers.values():
+        if isinstance(form.sharding, Sharding) and len(processes_of(form.sharding)) > 1:
             named = [(number, resolved.paths[number]) for number in leaves]
-            form = (abstract.kind, abstract.cast, abstract.weak, abstract.sharding)
-            hasher.update(repr((form, named, rules and rules.rules)).encode())
+            described = (form.kind, form.cast, form.weak, form.sharding)
+            hasher.update(repr((described, named, rules and rules.rules)).encode())
     return hasher.hexdigest()
 
 
@@ -385,9 +385,9 @@ def _require_same_checkpoint(checkpoints: Sequence[str], url: str) -> None:
         )
 
 
-def _require_no_trace(abstract_leaves: Iterable[AbstractLeaf]) -> None:
+def _require_no_trace(forms: Iterable[LeafForm]) -> None:
     """Raise InputError while JAX traces a function, because no arrays can be created then."""
-    if not any(abstract.on_devices for abstract in abstract_leaves):
+    if not any(form.on_devices for form in forms):
         return
     with jax.transfer_guard("allow"):
         array = jax.device_put(np.empty(0, np.uint8))
@@ -447,12 +447,12 @@ def load_numpy(
 
 
 # Reading --------------------------------------------------------------------------------------------------
-# abstract leaves ─▶ wants ─▶ read steps, of this process and shared ─▶ destinations ─▶ values
+# forms ─▶ wants ─▶ read steps, of this process and shared ─▶ destinations ─▶ values
 
 
 def fetch(
     source: Source,
-    abstract_leaves: Mapping[int, AbstractLeaf],
+    forms: Mapping[int, LeafForm],
     options: Options,
     rendezvous: Rendezvous,
     *,
@@ -467,21 +467,20 @@ def fetch(
     """
     representative: dict[int, int] = {}
     if tied:
-        first = dict[tuple[int, AbstractLeaf], int]()
+        first = dict[tuple[int, LeafForm], int]()
         ties = source.manifest.ties
         representative = {
-            number: first.setdefault((ties.get(number, number), abstract), number)
-            for number, abstract in abstract_leaves.items()
+            number: first.setdefault((ties.get(number, number), form), number) for number, form in forms.items()
         }
-        abstract_leaves = {number: abstract_leaves[number] for number in representative.values()}
+        forms = {number: forms[number] for number in representative.values()}
     process, processes = rendezvous.call.index, rendezvous.call.count
     records = source.manifest.leaves
     values = {
-        number: value_in_manifest(records[number], abstract)
-        for number, abstract in abstract_leaves.items()
+        number: value_in_manifest(records[number], form)
+        for number, form in forms.items()
         if records[number].stack is None
     }
-    for group in split_ties(source.manifest, abstract_leaves):
+    for group in split_ties(source.manifest, forms):
         wants = plan_wants(source, group, options, [process], range(processes))
         job_size = processes if wants.layouts is not None and needs_whole_job() else None
         (reads,) = plan_reads(wants, options, [process], job_size)
@@ -505,10 +504,10 @@ def fetch(
                 read(source, reads.steps, options, leaves, report, arrivals)
         leaves.create_unread_leaves()
         values |= leaves.values
-    for number, abstract in abstract_leaves.items():
-        if abstract.weak:
+    for number, form in forms.items():
+        if form.weak:
             values[number] = _weakly_typed(values[number])
-        if abstract.is_reference:
+        if form.is_reference:
             values[number] = jax.new_ref(values[number])
     return values | {number: values[first_number] for number, first_number in representative.items()}
 

@@ -30,7 +30,7 @@ from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
-from jaxckpt._restore.resolve import AbstractLeaf
+from jaxckpt._restore.resolve import LeafForm
 from jaxckpt._restore.shared_reads import (
     Community,
     Partition,
@@ -68,8 +68,8 @@ as compiling the program takes; with twice as many, one restore does."""
 BLOCK_LEAF_BYTES = 1 << 20
 """Leaves of at least this size are placed one by one."""
 
-AbstractLeavesByRow = Mapping[int, tuple[int, AbstractLeaf]]
-"""(leaf number, its abstract leaf) of rows of a stack."""
+FormsByRow = Mapping[int, tuple[int, LeafForm]]
+"""(leaf number, its form) of rows of a stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,13 @@ class WantedRange:
 
     stack: int
     rows: tuple[int, int]
-    abstract: AbstractLeaf
+    form: LeafForm
     boxes: LeafBoxes
 
     def rows_for(self, process: int) -> WantedRows:
         """What a process needs of these rows."""
         boxes = self.boxes.by_process.get(process, ())
-        return WantedRows(self.stack, self.rows, boxes, self.abstract.cast, self.boxes.keeps_buffers)
+        return WantedRows(self.stack, self.rows, boxes, self.form.cast, self.boxes.keeps_buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Wants:
 
     stacks: Sequence[Stack]
 
-    by_stack: Mapping[int, AbstractLeavesByRow]
+    by_stack: Mapping[int, FormsByRow]
     """The leaves that are stored in each stack."""
 
     ranges: Sequence[WantedRange]
@@ -129,7 +129,7 @@ class Wants:
 
 def plan_wants(
     source: Source,
-    abstract_leaves: Mapping[int, AbstractLeaf],
+    forms: Mapping[int, LeafForm],
     options: Options,
     processes: Sequence[int],
     job: Sequence[int],
@@ -140,25 +140,23 @@ def plan_wants(
     """
     manifest = source.manifest
     stacks = manifest.decoded_stacks
-    by_stack: dict[int, dict[int, tuple[int, AbstractLeaf]]] = {}
-    for number, abstract in abstract_leaves.items():
+    by_stack: dict[int, dict[int, tuple[int, LeafForm]]] = {}
+    for number, form in forms.items():
         record = manifest.leaves[number]
         if record.stack is not None and record.row is not None:
-            by_stack.setdefault(record.stack, {})[record.row] = number, abstract
+            by_stack.setdefault(record.stack, {})[record.row] = number, form
     known_boxes: dict[tuple[Any, ...], LeafBoxes] = {}
     ranges: list[WantedRange] = []
     for stack, leaves in by_stack.items():
-        for rows, abstract in row_ranges(leaves):
-            key = read_key(abstract, stack)
+        for rows, form in row_ranges(leaves):
+            key = read_key(form, stack)
             if key not in known_boxes:
-                known_boxes[key] = _leaf_boxes(abstract, stacks[stack], len(leaves), options, processes)
-            ranges.append(WantedRange(stack, rows, abstract, known_boxes[key]))
+                known_boxes[key] = _leaf_boxes(form, stacks[stack], len(leaves), options, processes)
+            ranges.append(WantedRange(stack, rows, form, known_boxes[key]))
     layouts = None
     is_object_store = "://" in source.url and not source.url.startswith("file:")
     if len(job) > 1 and (options.read == "shared" or (options.read == "auto" and is_object_store)):
-        layouts = [
-            needed_layout(wanted_range.abstract, stacks[wanted_range.stack].shape, job) for wanted_range in ranges
-        ]
+        layouts = [needed_layout(wanted_range.form, stacks[wanted_range.stack].shape, job) for wanted_range in ranges]
         if options.read == "auto" and _repeated_bytes(stacks, ranges, layouts) < SHARED_READ_BYTES * len(job):
             layouts = None
     return Wants(stacks, by_stack, ranges, layouts)
@@ -175,63 +173,61 @@ def _repeated_bytes(stacks: Sequence[Stack], ranges: Sequence[WantedRange], layo
     return n_bytes
 
 
-def split_ties(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf]) -> list[Mapping[int, AbstractLeaf]]:
+def split_ties(manifest: Manifest, forms: Mapping[int, LeafForm]) -> list[Mapping[int, LeafForm]]:
     """The leaves in rounds, so that no two of a round share a row. Separate arrays are read separately."""
     ties = manifest.ties
     if not ties:
-        return [abstract_leaves]
-    by_round: list[dict[int, AbstractLeaf]] = []
+        return [forms]
+    by_round: list[dict[int, LeafForm]] = []
     turns = collections.Counter[int]()
-    for number, abstract in abstract_leaves.items():
+    for number, form in forms.items():
         first = ties.get(number, number)
         if turns[first] == len(by_round):
             by_round.append({})
-        by_round[turns[first]][number] = abstract
+        by_round[turns[first]][number] = form
         turns[first] += 1
     return [*by_round]
 
 
-def row_ranges(abstract_leaves: AbstractLeavesByRow) -> Iterator[tuple[tuple[int, int], AbstractLeaf]]:
+def row_ranges(forms: FormsByRow) -> Iterator[tuple[tuple[int, int], LeafForm]]:
     """Ranges of consecutive rows that are restored alike."""
     begun = end = -1
-    abstract: AbstractLeaf | None = None
-    for row in sorted(abstract_leaves):
-        new = abstract_leaves[row][1]
-        if row != end or new is not abstract:
-            if abstract is not None:
-                yield (begun, end), abstract
-            begun, abstract = row, new
+    form: LeafForm | None = None
+    for row in sorted(forms):
+        new = forms[row][1]
+        if row != end or new is not form:
+            if form is not None:
+                yield (begun, end), form
+            begun, form = row, new
         end = row + 1
-    if abstract is not None:
-        yield (begun, end), abstract
+    if form is not None:
+        yield (begun, end), form
 
 
-def needed_layout(abstract: AbstractLeaf, shape: tuple[int, ...], job: Iterable[int]) -> Layout:
+def needed_layout(form: LeafForm, shape: tuple[int, ...], job: Iterable[int]) -> Layout:
     """The cells of a leaf, and the processes that need each: all of the job if the leaf has no sharding."""
-    if abstract.sharding is None:
+    if form.sharding is None:
         return Layout((1,) * len(shape), (tuple(job),))
-    if isinstance(abstract.sharding, PlannedSharding):
-        return abstract.sharding.layout(shape)
-    return process_layout(abstract.sharding, shape)
+    if isinstance(form.sharding, PlannedSharding):
+        return form.sharding.layout(shape)
+    return process_layout(form.sharding, shape)
 
 
-def read_key(abstract: AbstractLeaf, stack: int) -> tuple[Any, ...]:
+def read_key(form: LeafForm, stack: int) -> tuple[Any, ...]:
     """Equal for leaves that are restored alike."""
-    return stack, abstract.sharding, abstract.on_devices, abstract.cast
+    return stack, form.sharding, form.on_devices, form.cast
 
 
-def restored_dtype(stack: Stack, abstract: AbstractLeaf) -> np.dtype[Any]:
-    return DTYPES[stack.dtype] if abstract.cast is None else abstract.cast
+def restored_dtype(stack: Stack, form: LeafForm) -> np.dtype[Any]:
+    return DTYPES[stack.dtype] if form.cast is None else form.cast
 
 
 # Boxes ----------------------------------------------------------------------------------------------------
 
 
-def _leaf_boxes(
-    abstract: AbstractLeaf, stack: Stack, n_leaves: int, options: Options, processes: Sequence[int]
-) -> LeafBoxes:
+def _leaf_boxes(form: LeafForm, stack: Stack, n_leaves: int, options: Options, processes: Sequence[int]) -> LeafBoxes:
     """How each of a stack's `n_leaves` that are restored like this is read."""
-    sharding, whole, dtype = abstract.sharding, (whole_box(stack.shape),), restored_dtype(stack, abstract)
+    sharding, whole, dtype = form.sharding, (whole_box(stack.shape),), restored_dtype(stack, form)
     if sharding is None:
         by_process, are_whole = dict.fromkeys(processes, whole), True
     else:
@@ -241,10 +237,10 @@ def _leaf_boxes(
         if are_whole:
             by_process = dict.fromkeys(by_process, whole)
     block_rows = 0
-    if abstract.on_devices:  # only the boxes of this process are placed
+    if form.on_devices:  # only the boxes of this process are placed
         own = None if are_whole else by_process.get(processes[0], ())
         block_rows = rows_per_block(sharding, stack.shape, dtype, own, n_leaves)
-    return LeafBoxes(by_process, are_whole, can_keep_buffers(abstract) and not block_rows, block_rows)
+    return LeafBoxes(by_process, are_whole, can_keep_buffers(form) and not block_rows, block_rows)
 
 
 def _boxes_by_process(
@@ -266,19 +262,17 @@ def placement_of(sharding: Sharding | PlannedSharding, shape: tuple[int, ...]) -
     return sharding.placement(shape) if isinstance(sharding, PlannedSharding) else placement(sharding, shape)
 
 
-def can_keep_buffers(abstract: AbstractLeaf) -> bool:
+def can_keep_buffers(form: LeafForm) -> bool:
     """Whether host buffers become a leaf's arrays: on the host, and on CPU devices, which take ownership of them.
 
     This also holds in the host memory of an accelerator, because no program of the accelerator could join parts there.
     On other devices, buffers are temporary: they count as memory in flight, and a large leaf has no buffer.
     """
-    if not abstract.on_devices:
+    if not form.on_devices:
         return True
-    if isinstance(abstract.sharding, PlannedSharding):
+    if isinstance(form.sharding, PlannedSharding):
         return False
-    return not has_own_memory(abstract.sharding) or (
-        abstract.sharding is not None and memory_kind(abstract.sharding) is not None
-    )
+    return not has_own_memory(form.sharding) or (form.sharding is not None and memory_kind(form.sharding) is not None)
 
 
 def rows_per_block(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._model.grid import Box, contains, volume
-from jaxckpt._restore.resolve import AbstractLeaf
+from jaxckpt._restore.resolve import LeafForm
 from jaxckpt._restore.wants import WHOLE_BYTES, Wants, plan_reads, plan_wants
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.store_path import store_at
@@ -46,10 +46,8 @@ def shardings() -> dict[str, Sharding | None]:
     }
 
 
-def wants_of(source: NativeCheckpoint, abstract: AbstractLeaf, processes: range) -> Wants:
-    return plan_wants(
-        source, dict.fromkeys(range(len(source.manifest.leaves)), abstract), OPTIONS, processes, processes
-    )
+def wants_of(source: NativeCheckpoint, form: LeafForm, processes: range) -> Wants:
+    return plan_wants(source, dict.fromkeys(range(len(source.manifest.leaves)), form), OPTIONS, processes, processes)
 
 
 @pytest.mark.parametrize("name", shardings())
@@ -57,8 +55,8 @@ def wants_of(source: NativeCheckpoint, abstract: AbstractLeaf, processes: range)
 def test_one_process_and_all_processes_give_the_same_wants(
     source: NativeCheckpoint, name: str, cast: str | None
 ) -> None:
-    abstract = AbstractLeaf("jax", None if cast is None else np.dtype(cast), shardings()[name])
-    alone, together = wants_of(source, abstract, range(1)), wants_of(source, abstract, range(2))
+    form = LeafForm("jax", None if cast is None else np.dtype(cast), shardings()[name])
+    alone, together = wants_of(source, form, range(1)), wants_of(source, form, range(2))
     assert [part.rows_for(0) for part in alone.ranges] == [part.rows_for(0) for part in together.ranges]
     assert [part.boxes.are_whole for part in alone.ranges] == [part.boxes.are_whole for part in together.ranges]
     (reads,) = plan_reads(alone, OPTIONS, range(1))
@@ -68,7 +66,7 @@ def test_one_process_and_all_processes_give_the_same_wants(
 @pytest.mark.parametrize("name", shardings())
 def test_every_box_of_a_device_is_wanted_once(source: NativeCheckpoint, name: str) -> None:
     sharding = shardings()[name]
-    wants = wants_of(source, AbstractLeaf("jax", sharding=sharding), range(1))
+    wants = wants_of(source, LeafForm("jax", sharding=sharding), range(1))
     assert sorted(part.rows for part in wants.ranges) == [(0, 4), (0, 5)], "equal leaves are one range"
     for part in wants.ranges:
         shape = wants.stacks[part.stack].shape
@@ -84,8 +82,8 @@ def box_of(index: Any, shape: tuple[int, ...]) -> Box:
 
 
 def test_leaves_that_differ_are_separate_ranges(source: NativeCheckpoint) -> None:
-    abstract_leaves = dict(zip(range(9), itertools.cycle([AbstractLeaf("jax"), AbstractLeaf("numpy")]), strict=False))
-    wants = plan_wants(source, abstract_leaves, OPTIONS, range(1), range(1))
+    forms = dict(zip(range(9), itertools.cycle([LeafForm("jax"), LeafForm("numpy")]), strict=False))
+    wants = plan_wants(source, forms, OPTIONS, range(1), range(1))
     single_rows = [(row, row + 1) for n_leaves in (5, 4) for row in range(n_leaves)]
     assert sorted(part.rows for part in wants.ranges) == sorted(single_rows)
     (reads,) = plan_reads(wants, OPTIONS, range(1))
