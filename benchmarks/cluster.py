@@ -62,7 +62,7 @@ from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecor
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._restore.read_loop import reads_of
 from jaxckpt._restore.resolve import LeafForm
-from jaxckpt._restore.wants import Wants, plan_reads, plan_wants
+from jaxckpt._restore.wants import Wants, plan_process_reads, plan_wants
 from jaxckpt._save.consistency import Fingerprint, require_equal_fingerprints
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.shared_path import PublishResult, compose_manifest
@@ -199,7 +199,7 @@ def wants_of(job: Job, manifest: Manifest) -> Wants:
 
 def restored_by(job: Job, wants: Wants) -> Restored:
     """What the processes read if each needs as much as process 1, and each community as much as the first."""
-    (reads,), plan_cpu = timed(lambda: list(plan_reads(wants, job.options, [1])))
+    (reads,), plan_cpu = timed(lambda: list(plan_process_reads(wants, job.options, [1])))
     own = ((step.stack, read.boxes) for step, read in reads_of(reads.steps))
     requests, read_bytes = fetched(job, wants.stacks, own)
     requests *= job.processes

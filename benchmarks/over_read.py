@@ -26,7 +26,7 @@ from rich.table import Table
 
 from jaxckpt import Options
 from jaxckpt._model.grid import Box, mesh_layout, spec_of, whole_box
-from jaxckpt._restore.read_plan import WantedRows, plan_read, read_cost
+from jaxckpt._restore.read_plan import WantedRows, plan_steps, read_cost
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 
 FINER = (2, 4, 8)
@@ -66,7 +66,7 @@ def saved(leaf: Leaf, processes: int) -> SavePlan:
 def over_read(plan: SavePlan, boxes: Sequence[Box]) -> float:
     """Bytes read per byte wanted by a process that wants these boxes."""
     host_bytes = Options().host_bytes
-    steps = plan_read(plan.stacks, [WantedRows(0, (0, 1), tuple(boxes))], host_bytes)
+    steps = plan_steps(plan.stacks, [WantedRows(0, (0, 1), tuple(boxes))], host_bytes)
     cost = read_cost(plan.stacks, steps, host_bytes)
     return cost.read_bytes / cost.needed_bytes
 
@@ -125,7 +125,7 @@ def by_four(workload: workloads.Workload) -> dict[str, float]:
                 own = dict.fromkeys(boxes[process * count // 4 : (process + 1) * count // 4])
                 wants[process].append(WantedRows(stack, (row, row + 1), tuple(own)))
         host_bytes = Options().host_bytes
-        costs = [read_cost(plan.stacks, plan_read(plan.stacks, want, host_bytes), host_bytes) for want in wants]
+        costs = [read_cost(plan.stacks, plan_steps(plan.stacks, want, host_bytes), host_bytes) for want in wants]
         found[layout] = max(cost.read_bytes / cost.needed_bytes for cost in costs)
     return found
 

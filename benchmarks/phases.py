@@ -35,7 +35,7 @@ TIMED: tuple[tuple[Any, str, str], ...] = (
     (restore, "source_at", "open"),
     (restore, "resolve", "match"),
     (restore, "plan_wants", "plan"),
-    (wants, "plan_read", "plan"),
+    (wants, "plan_steps", "plan"),
     (placement.LeafBuilder, "deliver", "place"),
     (placement.LeafBuilder, "create_unread_leaves", "place"),
     (match.Assembly, "assemble", "assemble"),

@@ -42,7 +42,7 @@ from rich.table import Table
 from jaxckpt import Options
 from jaxckpt._devices.shardings import addressable_boxes, process_layout
 from jaxckpt._model.stacks import Stack
-from jaxckpt._restore.read_plan import WantedRows, plan_read
+from jaxckpt._restore.read_plan import WantedRows, plan_steps
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 
 TARGETS = {"cpu_seconds": 2.0, "peak_bytes": 500 << 20}
@@ -155,7 +155,7 @@ def plan_a_restore(point: Point, plan: SavePlan, mesh: Mesh) -> list[Any]:
             found = addressable_boxes(NamedSharding(mesh, spec), shape)
             boxes_of[stack, spec] = tuple(dict.fromkeys(box for _, box in found))
         wants.append(WantedRows(stack, row, boxes_of[stack, spec], None, False))
-    return plan_read(plan.stacks, wants, Options().host_bytes)
+    return plan_steps(plan.stacks, wants, Options().host_bytes)
 
 
 def shapes_alone(stacks: tuple[Stack, ...], members: tuple[tuple[int, ...], ...]) -> SavePlan:

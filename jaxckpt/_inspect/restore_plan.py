@@ -21,7 +21,7 @@ from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore.read_plan import ReadCost
 from jaxckpt._restore.resolve import LeafForm, Resolved, host_leaf
 from jaxckpt._restore.shared_exchange import needs_whole_job
-from jaxckpt._restore.wants import placement_of, plan_reads, plan_wants, restored_dtype, split_ties
+from jaxckpt._restore.wants import placement_of, plan_process_reads, plan_wants, restored_dtype, split_ties
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import show_count, show_path
 
@@ -248,7 +248,7 @@ def plan_restore(source: Source, resolved: Resolved, options: Options) -> Restor
     costs = [ReadCost() for _ in processes]
     for forms in [*split_ties(manifest, stored), *split_ties(manifest, compared)]:
         wants = plan_wants(source, forms, options, processes, processes)
-        for reads in plan_reads(wants, options, processes, job_size):
+        for reads in plan_process_reads(wants, options, processes, job_size):
             costs[reads.process] += reads.cost(wants.stacks, options.host_bytes)
     device_bytes = _device_bytes(manifest, stored)
     plans = [ProcessPlan(process, costs[process], device_bytes.get(process, {})) for process in processes]

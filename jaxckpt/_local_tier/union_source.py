@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from jaxckpt._model.stacks import indexed_objects_of
 from jaxckpt._options import Options
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, MappedWork
-from jaxckpt._sources.source import Arrivals, StackBoxes
+from jaxckpt._restore.read_loop import PlannedRead
 from jaxckpt._store.storage_errors import clean_error_text
 from jaxckpt._store.store import ArrayReader, Store
 from jaxckpt.errors import DataError, StorageError
@@ -68,15 +69,21 @@ class UnionCheckpoint:
     def change_since_open(self) -> str | None:
         return None
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
-        """Each process reads its own folders, and sends the others what they lack."""
-        needed = [self.missing_requests(self.manifest.stacks[stack], boxes) for stack, boxes in reads]
+    def arrivals(
+        self, reads: Iterable[PlannedRead], options: Options, rendezvous: Rendezvous, *, through_rules: bool
+    ) -> AbstractContextManager[Iterator[None]]:
+        """Each process reads its own folders, and sends the others what they lack: nothing if the checkpoint is read
+        through rules, because such a checkpoint was chosen only if each process can read all of it."""
+        stacks = self.manifest.stacks
+        needed = [self.missing_requests(stacks[step.stack], read.boxes) for step, read in reads if not through_rules]
         return arriving(self, needed, options, rendezvous)
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         return _UnionReader(self, self.manifest.stacks[stack])
 
-    def state_arrivals(self, processes: Iterable[int], options: Options, rendezvous: Rendezvous) -> Arrivals:
+    def state_arrivals(
+        self, processes: Iterable[int], options: Options, rendezvous: Rendezvous
+    ) -> AbstractContextManager[Iterator[None]]:
         """The arrival of the states of these processes."""
         return arriving(self, [self.missing_state_requests(processes)], options, rendezvous)
 

@@ -1,6 +1,6 @@
 """Reads what a plan lists, within a memory limit: fills buffers with chunks, and delivers the buffers.
 
-read ─▶ each step: buffers ─▶ each read of it: the store's reader fills them ─▶ the last read is complete ─▶ delivery
+each step: buffers ─▶ each read of it: the store's reader fills them ─▶ the last read is complete ─▶ delivery to devices
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._pipeline.workers import note_progress, work_alone
-from jaxckpt._restore.read_plan import Read, ReadStep, Region, WantedRows, common_box, max_read_bytes, plan_read
+from jaxckpt._restore.read_plan import Read, ReadStep, Region, WantedRows, common_box, max_read_bytes, plan_steps
 from jaxckpt._sources.source import NativeCheckpoint, Source, paths_at, show_leaves
 from jaxckpt._store.storage_errors import translate_leaf_errors
 from jaxckpt._store.store import ArrayReader
@@ -58,7 +58,7 @@ Buffers = list[list[Array]]
 
 
 class Delivery(Protocol):
-    """Receives the data that is read."""
+    """Receives the data that is read: in a restore a `LeafBuilder`, which creates the arrays on the devices."""
 
     def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
         """Take the filled buffers of a step. Returns the device arrays created from them."""
@@ -78,29 +78,29 @@ def reads_of(steps: Iterable[ReadStep]) -> Iterator[PlannedRead]:
     return ((step, read) for step in steps for read in step.reads)
 
 
-def read(
+def run_steps(
     source: Source,
     steps: Sequence[ReadStep],
     options: Options,
     delivery: Delivery,
     report: Report,
-    arrivals: Iterable[None] = itertools.repeat(None),
+    arrivals: Iterable[object] | None = None,
 ) -> None:
     """Run the steps, with at most `options.host_bytes` in flight. Each step is delivered when it is complete.
 
-    `arrivals` yields when the data of each read, in order, can be read in this process.
+    If other processes send some of the data, `arrivals` yields when each read, in order, can begin.
 
     In a lane. Raises StorageError.
     """
     budget = Budget(options.host_bytes)
     reader = _Reader(source, steps, delivery, budget)
     reads = list(reads_of(steps))
-    arrived_reads = (one for one, _ in zip(reads, arrivals, strict=False))
+    ready = reads if arrivals is None else (planned for planned, _ in zip(reads, arrivals, strict=False))
     is_small = len(reads) == 1 and reads[0][1].n_bytes <= SMALL_BYTES
     with work_alone() if is_small else contextlib.nullcontext():
-        for (_, finished), arrived in pipeline(arrived_reads, reader.n_bytes, reader.begin, budget):
-            arrived.place()
-            report(finished.n_bytes)
+        for (_, read), arriving in pipeline(ready, reader.n_bytes, reader.begin, budget):
+            arriving.place()
+            report(read.n_bytes)
 
 
 class _Reader:
@@ -120,13 +120,13 @@ class _Reader:
         self._boxes: dict[int, list[list[Box]]] = {}
         for step in steps:
             self._boxes.setdefault(step.stack, []).extend(read.boxes for read in step.reads)
-        self._arrays: dict[int, ArrayReader] = {}
+        self._readers: dict[int, ArrayReader] = {}
         self._filling: StepBuffers | None = None
 
-    def _array(self, stack: int) -> ArrayReader:
-        if stack not in self._arrays:
-            self._arrays[stack] = self._source.array_reader(stack, self._boxes[stack])
-        return self._arrays[stack]
+    def _reader(self, stack: int) -> ArrayReader:
+        if stack not in self._readers:
+            self._readers[stack] = self._source.array_reader(stack, self._boxes[stack])
+        return self._readers[stack]
 
     def n_bytes(self, planned: PlannedRead) -> int:
         """Host memory that must be free before a read begins: for the first read of a step, also for its buffers."""
@@ -134,25 +134,24 @@ class _Reader:
         return self._moving_bytes(step, read) + step.held_bytes * (read is step.reads[0])
 
     def _moving_bytes(self, step: ReadStep, read: Read) -> int:
-        return read.held_bytes + self._array(step.stack).buffered_bytes(read.boxes)
+        return read.held_bytes + self._reader(step.stack).buffered_bytes(read.boxes)
 
     def begin(self, planned: PlannedRead) -> _ArrivingRead:
         step, read = planned
-        array, n_bytes = self._array(step.stack), self._moving_bytes(step, read)
+        reader, n_bytes = self._reader(step.stack), self._moving_bytes(step, read)
         if self._filling is None or self._filling.step is not step:
             dtype = DTYPES[self._source.manifest.stacks[step.stack].dtype]
             self._budget.take(step.held_bytes)
             self._filling = StepBuffers(step, dtype, self._budget, self._memory, self._delivery)
         filling = self._filling
-        staged, direct = list[Region](), list[Region]()
+        separate, direct = list[Region](), list[Region]()
         for region in read.regions:
-            is_separate = region.converted or (region.staged and not array.shares_chunks)
-            (staged if is_separate else direct).append(region)
-        block, buffers = self._memory.allocate([(extent(region.box), filling.dtype) for region in staged])
-        targets = [(region.box, buffer) for region, buffer in zip(staged, buffers, strict=True)]
+            (separate if region.is_separate(shares_chunks=reader.shares_chunks) else direct).append(region)
+        block, buffers = self._memory.allocate([(extent(region.box), filling.dtype) for region in separate])
+        targets = [(region.box, buffer) for region, buffer in zip(separate, buffers, strict=True)]
         targets += itertools.chain.from_iterable(map(filling.views, direct))
-        pending = PendingRead.begin(self._source, step.stack, array, targets)
-        return _ArrivingRead(n_bytes, filling, block, list(zip(staged, buffers, strict=True)), pending)
+        pending = PendingRead.begin(self._source, step.stack, reader, targets)
+        return _ArrivingRead(n_bytes, filling, block, list(zip(separate, buffers, strict=True)), pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +163,11 @@ class PendingRead:
     pending_boxes: Sequence[tuple[Box, Pending[None]]]
 
     @classmethod
-    def begin(cls, source: Source, stack: int, array: ArrayReader, targets: Sequence[tuple[Box, Array]]) -> Self:
+    def begin(cls, source: Source, stack: int, reader: ArrayReader, targets: Sequence[tuple[Box, Array]]) -> Self:
         """Start to read each box into an array. Raises DataError, StorageError."""
         boxes = [box for box, _ in targets]
         with _naming(source, stack, (min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
-            pending = operate(f"reading from {source.url}", lambda: array.read(targets))
+            pending = operate(f"reading from {source.url}", lambda: reader.read(targets))
         return cls(source, stack, list(zip(boxes, pending, strict=True)))
 
     def done(self) -> bool:
@@ -292,20 +291,20 @@ class StepBuffers:
         run, number = at
         return self._buffers[run][number][slices_within(box, self.step.runs[run].buffer_box(number))]
 
-    def scatter(self, region: Region, staged: Array) -> dict[Any, Any]:
-        """Copy a staged region to its buffers. Returns the device arrays that will hold it."""
+    def scatter(self, region: Region, source: Array) -> dict[Any, Any]:
+        """Copy a separate region to its buffers. Returns the device arrays that will hold it."""
         sent: dict[Any, Any] = {}
         for at in region.serves:
             common = common_box(self.step.runs, region, at)
-            data = staged[slices_within(common, region.box)]
+            data = source[slices_within(common, region.box)]
             if self.step.runs[at[0]].streamed:
                 sent.update(self._delivery.stream(self.step, at, common, data))
             else:
                 assign(self._view(at, common), data)
         return sent
 
-    def finish_read(self) -> bool:
-        """Note that a read of the step is complete. After the last read, deliver the step. Returns whether it did."""
+    def deliver_if_complete(self) -> bool:
+        """Note that a read of the step has ended. After the last one, deliver the step. Returns whether it did."""
         self._n_reads_left -= 1
         if not self._n_reads_left:
             arrays = self._delivery.deliver(self.step, self._buffers)
@@ -318,14 +317,14 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _ArrivingRead:
-    """A read that is in flight: memory for staged regions, and the buffers that it fills."""
+    """A read that is in flight: memory for separate regions, and the buffers that it fills."""
 
     n_bytes: int
     filling: StepBuffers
     block: Array
-    """The memory of the staged regions."""
+    """The memory of the separate regions."""
 
-    staged: Sequence[tuple[Region, Array]]
+    separate: Sequence[tuple[Region, Array]]
     pending: PendingRead
 
     def done(self) -> bool:
@@ -336,14 +335,14 @@ class _ArrivingRead:
         return self
 
     def place(self) -> None:
-        """Copy staged data to its destination, and deliver the step if this was its last read."""
+        """Copy separate regions to their buffers, and deliver the step if this was its last read."""
         sent: dict[Any, Any] = {}
-        for region, target in self.staged:
+        for region, target in self.separate:
             sent.update(self.filling.scatter(region, target))
         # Complete now, because the next read may donate the arrays that collect the parts of a streamed box.
         arrays = [array for device_arrays in sent.values() for array in device_arrays]
         self.filling.memory.take_back_from(arrays, self.block)
-        self.filling.finish_read()
+        self.filling.deliver_if_complete()
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,13 +411,13 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     if not volume(box):
         return np.empty(extent(box), DTYPES[stacks[stack].dtype])
     # Always a single step, because the buffer is the result.
-    steps = plan_read(stacks, [WantedRows(stack, (row, row + 1), (box,))], options.host_bytes)
+    steps = plan_steps(stacks, [WantedRows(stack, (row, row + 1), (box,))], options.host_bytes)
     delivery = _OneBox()
 
     def read_step() -> Array:
         with detect_replacement(source, [number]):
             source.require_metadata([stack])
-            read(source, steps, options, delivery, report_nothing)
+            run_steps(source, steps, options, delivery, report_nothing)
         return delivery.array
 
     return run_alone(read_step, options.timeout_seconds)

@@ -67,10 +67,9 @@ class Region:
     converted: bool
     """Whether it is cast or has no buffer, so that it is first read into separate memory."""
 
-    @property
-    def staged(self) -> bool:
-        """Whether it is first read into separate memory, unless the reader has `shares_chunks`."""
-        return self.converted or len(self.serves) > 1
+    def is_separate(self, *, shares_chunks: bool) -> bool:
+        """Whether it is first read into separate memory, by a reader that has `shares_chunks` or not."""
+        return self.converted or (len(self.serves) > 1 and not shares_chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Read:
     """Bytes of the needed parts."""
 
     held_bytes: int
-    """Bytes of host memory in addition to the buffers: the stored chunks, and staged data."""
+    """Bytes of host memory in addition to the buffers: the stored chunks, and separate regions."""
 
     @property
     def boxes(self) -> list[Box]:
@@ -112,7 +111,7 @@ def max_read_bytes(host_bytes: int) -> int:
     return max(1, host_bytes // 4)
 
 
-def plan_read(
+def plan_steps(
     stacks: Sequence[Stack], wants: Iterable[WantedRows], host_bytes: int, max_bytes: Mapping[int, int] | None = None
 ) -> list[ReadStep]:
     """Steps that read every needed box once, and no chunk twice, in reads that fit `host_bytes` of memory.
@@ -275,7 +274,7 @@ def _clipped(runs: Sequence[WantedRows], region: Region, box: Box) -> Region | N
 
 def _staged_bytes(stack: Stack, runs: Sequence[WantedRows], region: Region) -> int:
     """Bytes of a region that is read into separate memory, and of data that is cast on its way to a device."""
-    if not region.staged:
+    if not region.is_separate(shares_chunks=False):
         return 0
     cast = [
         volume(common_box(runs, region, at)) * _itemsize(stack, runs[at[0]])

@@ -138,7 +138,7 @@ def _host_leaf(leaf: TypedLeaf, dtype: _Dtype | None) -> LeafForm:
 
 
 def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
-    """Match the target with the checkpoint: what each leaf is restored as, and how the tree is built from the leaves.
+    """Decide, after `match_paths`, the form in which each leaf is restored, and how the tree is built from the leaves.
 
     Raises MismatchError, SpecError or LayoutError, each listing every leaf at fault. A leaf that fails a check is not
     laid out, because its shape differs from the requested shape.

@@ -1,4 +1,8 @@
-"""Restoring a checkpoint: open its manifest, match the target, plan, read, place."""
+"""Restoring a checkpoint: request → source → resolved leaves → values → tree.
+
+the caller:          resolve (match the target, choose shardings) ─────────────▶ assemble the tree
+a lane:      open ─▶                                          ─▶ plan, read, place ─▶
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
@@ -26,15 +31,15 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_alone
-from jaxckpt._pipeline.progress import Report, display_progress, record_event, show_bytes
+from jaxckpt._pipeline.progress import display_progress, record_event, show_bytes
 from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest, TargetObject, require_request
 from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
-from jaxckpt._restore.read_loop import detect_replacement, read, reads_of
+from jaxckpt._restore.read_loop import PlannedRead, detect_replacement, reads_of, run_steps
 from jaxckpt._restore.resolve import LeafForm, Resolved, host_leaf, host_leaves, resolve
 from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared, require_agreement
 from jaxckpt._restore.shared_reads import wants_digest
-from jaxckpt._restore.wants import plan_reads, plan_wants, split_ties
+from jaxckpt._restore.wants import plan_process_reads, plan_wants, split_ties
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._run_folder.steps import is_step
@@ -56,6 +61,11 @@ DescribedLeaf: TypeAlias = jax.ShapeDtypeStruct | Sharding | PartitionSpec
 
 DescribedTree: TypeAlias = "DescribedLeaf | Mapping[str, DescribedTree] | Sequence[DescribedTree] | None"
 """A target that describes arrays. The result has arrays in their places, so its type is another."""
+
+
+Arrivals: TypeAlias = Callable[[Iterator[PlannedRead], Options, Rendezvous], AbstractContextManager[Iterator[None]]]
+"""Receives data that other processes read. In the context, the iterator yields when each read of this process, in
+order, can begin. Every process enters the context, with its own reads."""
 
 
 class RestoreArguments(TypedDict, total=False):
@@ -197,17 +207,23 @@ def restore(
 
 
 def run_restore(
-    path: Location, request: RestoreRequest, options: Options | None, *, source: Source | None = None
+    path: Location,
+    request: RestoreRequest,
+    options: Options | None,
+    *,
+    source: Source | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Tree:
-    """Restore what is requested. `source` is the checkpoint if it is already open at this path. Every process."""
+    """Restore what is requested. `source` is the checkpoint if it is already open at this path, and `arrivals` exist if
+    other processes read some of its data. Every process."""
     start_time = time.perf_counter()
     with Call.of("restore", path, options, only_reads=True) as call:
         options = call.options
         require_mesh(request.mesh)
         call.here(functools.partial(require_request, request))
         source = call.run(functools.partial(_open, call, path, request, options, source))
-        resolved, initial = call.here(functools.partial(_match, source, request, options))
-        values = call.run(functools.partial(_read, call, source, resolved, request))
+        resolved, initial = call.here(functools.partial(_resolve, source, request, options))
+        values = call.run(functools.partial(_read, call, source, resolved, request, arrivals))
         result, states = call.here(functools.partial(_assemble, resolved, values, initial))
         if states:
             call.here(functools.partial(_set_states, states))
@@ -256,7 +272,7 @@ def _open(call: Call, path: Location, request: RestoreRequest, options: Options,
     return source if request.rules is None else view_through(request.rules, source)
 
 
-def _match(source: Source, request: RestoreRequest, options: Options) -> tuple[Resolved, Mapping[int, Any]]:
+def _resolve(source: Source, request: RestoreRequest, options: Options) -> tuple[Resolved, Mapping[int, Any]]:
     """How each leaf is restored, and the leaves that `RestoreRequest.initial` creates, by their number in the target.
     In the caller's thread, because it calls the caller's functions."""
     resolved = resolve(source.manifest, request, options)
@@ -267,7 +283,9 @@ def _match(source: Source, request: RestoreRequest, options: Options) -> tuple[R
     return resolved, dict(zip(numbers, request.initial(numbers), strict=True))
 
 
-def _read(call: Call, source: Source, resolved: Resolved, request: RestoreRequest) -> dict[int, Any]:
+def _read(
+    call: Call, source: Source, resolved: Resolved, request: RestoreRequest, arrivals: Arrivals | None
+) -> dict[int, Any]:
     """The value of each leaf. In a lane."""
     if resolved.unsplit and isinstance(request.mesh, Mesh) and call.index == 0:
         n_bytes = sum(source.manifest.leaf_bytes(source.manifest.leaves[number]) for number in resolved.unsplit)
@@ -284,12 +302,13 @@ def _read(call: Call, source: Source, resolved: Resolved, request: RestoreReques
         contextlib.ExitStack() as until_all_have_read,
     ):
         if resolved.unproven:
-            _require_lossless(source, resolved, call.options, rendezvous)
+            _require_lossless(source, resolved, call.options, rendezvous, arrivals)
         values = fetch(
             source,
             resolved.leaves,
             call.options,
             rendezvous,
+            arrivals,
             tied=request.tied,
             until_all_have_read=until_all_have_read,
         )
@@ -311,7 +330,9 @@ def _set_states(states: Sequence[tuple[TargetObject, Any]]) -> None:
         obj.set_state(state)
 
 
-def _require_lossless(source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous) -> None:
+def _require_lossless(
+    source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous, arrivals: Arrivals | None = None
+) -> None:
     """Raise MismatchError if a cast that depends on the values of its leaf changes one of them.
 
     Every process reads these leaves, which are small, whole. Otherwise one process could refuse what others make.
@@ -321,7 +342,7 @@ def _require_lossless(source: Source, resolved: Resolved, options: Options, rend
     options = replace(options, progress=None)
     for start in range(0, len(unproven), n_at_once):
         numbers = unproven[start : start + n_at_once]
-        values = fetch(source, dict.fromkeys(numbers, host_leaf("numpy")), options, rendezvous)
+        values = fetch(source, dict.fromkeys(numbers, host_leaf("numpy")), options, rendezvous, arrivals)
         for number in numbers:
             dtype = resolved.leaves[number].cast
             lost = None if dtype is None else lost_value(values[number], dtype)
@@ -455,6 +476,7 @@ def fetch(
     forms: Mapping[int, LeafForm],
     options: Options,
     rendezvous: Rendezvous,
+    arrivals: Arrivals | None = None,
     *,
     tied: bool = False,
     until_all_have_read: contextlib.ExitStack | None = None,
@@ -473,7 +495,6 @@ def fetch(
             number: first.setdefault((ties.get(number, number), form), number) for number, form in forms.items()
         }
         forms = {number: forms[number] for number in representative.values()}
-    process, processes = rendezvous.call.index, rendezvous.call.count
     records = source.manifest.leaves
     values = {
         number: value_in_manifest(records[number], form)
@@ -481,35 +502,49 @@ def fetch(
         if records[number].stack is None
     }
     for group in split_ties(source.manifest, forms):
-        wants = plan_wants(source, group, options, [process], range(processes))
-        job_size = processes if wants.layouts is not None and needs_whole_job() else None
-        (reads,) = plan_reads(wants, options, [process], job_size)
-        leaves = LeafBuilder(source.manifest, wants, destinations(wants, process))
-        with detect_replacement(source, group), contextlib.ExitStack() as until_read:
-            if until_all_have_read is not None:
-                until_all_have_read.close()
-            progress = display_progress("restore", reads.n_bytes, options.progress)
-            display = (until_all_have_read or until_read).enter_context(progress)
-
-            def report(n_bytes: int, display: Report = display) -> None:
-                rendezvous.call.cancellation.check()
-                display(n_bytes)
-
-            source.require_metadata(sorted(wants.by_stack)[process::processes])
-            if reads.rounds:
-                digest = wants_digest(wants.layouts_for(process), options.host_bytes)
-                read_shared(source, reads.rounds, digest, options, leaves, report, rendezvous)
-            boxes = ((step.stack, planned.boxes) for step, planned in reads_of(reads.steps))
-            with source.arrivals(boxes, options, rendezvous) as arrivals:
-                read(source, reads.steps, options, leaves, report, arrivals)
-        leaves.create_unread_leaves()
-        values |= leaves.values
+        values |= _fetch_stored(source, group, options, rendezvous, arrivals, until_all_have_read)
     for number, form in forms.items():
         if form.weak:
             values[number] = _weakly_typed(values[number])
         if form.is_reference:
             values[number] = jax.new_ref(values[number])
     return values | {number: values[first_number] for number, first_number in representative.items()}
+
+
+def _fetch_stored(
+    source: Source,
+    forms: Mapping[int, LeafForm],
+    options: Options,
+    rendezvous: Rendezvous,
+    arrivals: Arrivals | None,
+    until_all_have_read: contextlib.ExitStack | None,
+) -> Mapping[int, Any]:
+    """The values of the leaves that are stored in stacks; no two of them share a row."""
+    process, processes = rendezvous.call.index, rendezvous.call.count
+    wants = plan_wants(source, forms, options, [process], range(processes))
+    job_size = processes if wants.layouts is not None and needs_whole_job() else None
+    (reads,) = plan_process_reads(wants, options, [process], job_size)
+    builder = LeafBuilder(source.manifest, wants, destinations(wants, process))
+    with detect_replacement(source, forms), contextlib.ExitStack() as until_read:
+        if until_all_have_read is not None:
+            until_all_have_read.close()
+        progress = display_progress("restore", reads.n_bytes, options.progress)
+        display = (until_all_have_read or until_read).enter_context(progress)
+
+        def report(n_bytes: int) -> None:
+            rendezvous.call.cancellation.check()
+            display(n_bytes)
+
+        source.require_metadata(sorted(wants.by_stack)[process::processes])
+        if reads.rounds:
+            digest = wants_digest(wants.layouts_for(process), options.host_bytes)
+            read_shared(source, reads.rounds, digest, options, builder, report, rendezvous)
+        arrived = None
+        if arrivals is not None:
+            arrived = until_read.enter_context(arrivals(reads_of(reads.steps), options, rendezvous))
+        run_steps(source, reads.steps, options, builder, report, arrived)
+    builder.create_unread_leaves()
+    return builder.values
 
 
 def _weakly_typed(array: Any) -> Any:

@@ -414,10 +414,10 @@ class _Community:
                 self._step_buffers[id(step)] = StepBuffers(step, dtype, self._budget, self._memory, delivery)
             filling = self._step_buffers[id(step)]
             data = received[portion.reader][portion.start - shipment.spans[portion.reader][0] :]
-            for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):
-                sent.update(filling.scatter(region, staged))
+            for region, array in zip(portion.read.regions, self._regions(portion, data), strict=True):
+                sent.update(filling.scatter(region, array))
             report(portion.read.n_bytes)
             # They may alias the received data, and the delivery may donate them.
             jax.block_until_ready(list(sent.values()))
-            if filling.finish_read():
+            if filling.deliver_if_complete():
                 del self._step_buffers[id(step)]

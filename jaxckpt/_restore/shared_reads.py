@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from jaxckpt._devices.interconnect import MAX_BYTES, Span
 from jaxckpt._model.grid import Box, Layout, cell_shape, grid_cells, volume
 from jaxckpt._model.stacks import Stack
-from jaxckpt._restore.read_plan import Read, ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
+from jaxckpt._restore.read_plan import Read, ReadCost, ReadStep, WantedRows, max_read_bytes, plan_steps, read_cost
 
 READ_ALIGNMENT_BYTES = 64
 """Read data begins at multiples of this, so that JAX uses it on CPU devices without a copy."""
@@ -182,7 +182,7 @@ def plan_shared_reads(
         number: max(finest, n_bytes) if n_objects >= len(community) and n_bytes <= most // 2 else finest
         for number, n_bytes in object_bytes.items()
     }
-    for step in plan_read(stacks, wants, host_bytes, limits):
+    for step in plan_steps(stacks, wants, host_bytes, limits):
         for read in step.reads:
             sizes = [volume(region.box) * stacks[step.stack].itemsize for region in read.regions]
             ends = list(itertools.accumulate(-(-size // READ_ALIGNMENT_BYTES) * READ_ALIGNMENT_BYTES for size in sizes))

@@ -29,7 +29,7 @@ from jaxckpt._model.grid import Box, Layout, cell_shape, volume, whole_box
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
+from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_steps, read_cost
 from jaxckpt._restore.resolve import LeafForm
 from jaxckpt._restore.shared_reads import (
     Community,
@@ -339,7 +339,7 @@ class ProcessReads:
         return replace(cost, needed_bytes=self.needed_bytes)
 
 
-def plan_reads(
+def plan_process_reads(
     wants: Wants, options: Options, processes: Sequence[int], job_size: int | None = None
 ) -> Iterator[ProcessReads]:
     """What each of these processes reads for its wants.
@@ -362,4 +362,4 @@ def plan_reads(
                 n_processes = sum(map(len, partition))
                 known_rounds[key] = plan_shared_reads(stacks, common, community, host_bytes // len(shared), n_processes)
             rounds[partition] = known_rounds[key] if common else []
-        yield ProcessReads(process, needed_bytes, plan_read(stacks, own, host_bytes), rounds)
+        yield ProcessReads(process, needed_bytes, plan_steps(stacks, own, host_bytes), rounds)

@@ -636,7 +636,9 @@ class Checkpointer(Run):
         try:
             source = chosen.local_source
             options = self._options if source is None else source.options_to_read(self._options)
-            tree = run_restore(self._directory.child(number).url, request, options, source=source)
+            arrivals = source and functools.partial(source.arrivals, through_rules=request.rules is not None)
+            url = self._directory.child(number).url
+            tree = run_restore(url, request, options, source=source, arrivals=arrivals)
         except DamagedError as error:
             assert chosen.local_source is not None
             self._step_finder.mark_damaged(chosen.local_source, error)

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,14 +21,10 @@ from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord, SavedLeaf
 from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
-from jaxckpt._sources.source import ALL_ARRIVED, Arrivals, Source, StackBoxes
+from jaxckpt._sources.source import Source
 from jaxckpt._store.foreign_files import Mark, OpenedFiles, require_unchanged, url_of, using_files
 from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, JaxckptError, StorageError, UnsupportedError, show_path
-
-if TYPE_CHECKING:
-    from jaxckpt._job.rendezvous import Rendezvous
-    from jaxckpt._options import Options
 
 
 class ArrayData(abc.ABC):
@@ -240,10 +236,6 @@ class ForeignCheckpoint:
     @property
     def digest(self) -> str:
         return hashlib.sha256(msgspec.json.encode(self.manifest)).hexdigest()
-
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
-        """The origin reads for a view only what each process can read itself."""
-        return self.origins[0].arrivals((), options, rendezvous) if self.origins else ALL_ARRIVED
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from jaxckpt._model.grid import Box
 from jaxckpt._model.records import Manifest
@@ -22,16 +20,6 @@ from jaxckpt.errors import (
     show_count,
     show_path,
 )
-
-if TYPE_CHECKING:
-    from jaxckpt._job.rendezvous import Rendezvous
-    from jaxckpt._options import Options
-
-StackBoxes = tuple[int, Sequence[Box]]
-"""The number of a stack, and boxes of it that are read together."""
-
-Arrivals = contextlib.AbstractContextManager[Iterator[None]]
-"""In the context, the iterator yields when the data of each read, in order, can be read in this process."""
 
 
 class Source(Protocol):
@@ -48,11 +36,6 @@ class Source(Protocol):
     @property
     def digest(self) -> str:
         """SHA-256 of the manifest. Processes that open the same checkpoint have the same digest."""
-        ...
-
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
-        """The arrivals of the data for these reads, which other processes may have to send. Every process of the
-        rendezvous enters the context, with its own reads."""
         ...
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
@@ -102,9 +85,6 @@ class NativeCheckpoint:
     def url(self) -> str:
         return self.store.url
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
-        return ALL_ARRIVED
-
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Check every zarr.json. jaxckpt does not use it, but other Zarr readers do."""
         stacks = [number for number in stacks if number not in self._intact]
@@ -148,10 +128,6 @@ class NativeCheckpoint:
         stacks = {stack.name for stack in now.stacks}
         is_whole = all(stack.name in stacks for stack in self.manifest.stacks)
         return None if is_whole else f"{self.url} was stripped of some of its leaves"
-
-
-ALL_ARRIVED: Arrivals = contextlib.nullcontext(itertools.repeat(None))
-"""The arrivals of data that each process can read itself."""
 
 
 def paths_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> list[str]:

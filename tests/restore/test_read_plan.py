@@ -88,7 +88,7 @@ host_sizes = st.sampled_from([1, 100, 400, 4000, 1 << 30])
 @given(reads(), host_sizes)
 def test_every_wanted_box_is_filled_completely(case: tuple[list[Stack], list[WantedRows]], host_bytes: int) -> None:
     stacks, wants = case
-    filled = executed(stacks, _plan.plan_read(stacks, wants, host_bytes))
+    filled = executed(stacks, _plan.plan_steps(stacks, wants, host_bytes))
     wanted = {(want.stack, row, box) for want in wants for row in range(*want.rows) for box in want.boxes}
     assert set(filled) == wanted
     for (number, row, box), found in filled.items():
@@ -104,7 +104,7 @@ def test_each_needed_chunk_is_read_once_and_no_other(
     stacks, wants = case
     read = collections.Counter(
         (step.stack, index)
-        for step in _plan.plan_read(stacks, wants, host_bytes)
+        for step in _plan.plan_steps(stacks, wants, host_bytes)
         for region in regions_of(step)
         for index in chunks_of(stacks[step.stack], region.box)
     )
@@ -127,7 +127,7 @@ def test_a_step_stays_within_its_limit_unless_it_is_one_row_of_chunks(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
-    steps = _plan.plan_read(stacks, wants, host_bytes)
+    steps = _plan.plan_steps(stacks, wants, host_bytes)
     wanted = sum(_grid.volume((want.rows, *box)) * 4 for want in wants for box in want.boxes)
     assert sum(step.n_bytes for step in steps) == wanted
     for step in steps:
@@ -141,7 +141,7 @@ def test_a_read_is_at_most_a_quarter_of_host_bytes_or_one_chunk(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
-    for step in _plan.plan_read(stacks, wants, host_bytes):
+    for step in _plan.plan_steps(stacks, wants, host_bytes):
         stack = stacks[step.stack]
         for read in step.reads:
             stored = sum(chunk_bytes(stack, region.box) for region in read.regions)
@@ -153,7 +153,7 @@ def test_a_read_is_at_most_a_quarter_of_host_bytes_or_one_chunk(
 @given(reads(), host_sizes)
 def test_divided_steps_are_read_object_by_object(case: tuple[list[Stack], list[WantedRows]], host_bytes: int) -> None:
     stacks, wants = case
-    for step in _plan.plan_read(stacks, wants, host_bytes):
+    for step in _plan.plan_steps(stacks, wants, host_bytes):
         if len(step.reads) == 1:
             continue
         objects = [
@@ -169,7 +169,7 @@ def test_leaves_on_devices_have_no_buffer_larger_than_a_read(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
-    for step in _plan.plan_read(stacks, wants, host_bytes):
+    for step in _plan.plan_steps(stacks, wants, host_bytes):
         held = 0
         for run in step.runs:
             row = sum(map(_grid.volume, run.boxes)) * (4 if run.dtype is None else run.dtype.itemsize)
@@ -180,10 +180,12 @@ def test_leaves_on_devices_have_no_buffer_larger_than_a_read(
 
 def test_equal_rows_share_a_buffer_and_a_request() -> None:
     stack = Stack("s", "float32", (8,), 6, (2, 8), (6, 8))
-    (step,) = _plan.plan_read([stack], [WantedRows(0, (row, row + 1), (((0, 8),),)) for row in range(6)], HOST_BYTES)
+    (step,) = _plan.plan_steps([stack], [WantedRows(0, (row, row + 1), (((0, 8),),)) for row in range(6)], HOST_BYTES)
     assert [run.rows for run in step.runs] == [(0, 6)]
     (read,) = step.reads
-    assert [(region.box, region.staged) for region in read.regions] == [(((0, 6), (0, 8)), False)]
+    assert [(region.box, region.is_separate(shares_chunks=False)) for region in read.regions] == [
+        (((0, 6), (0, 8)), False)
+    ]
     assert (read.n_bytes, read.held_bytes, step.held_bytes) == (192, 192, 0)
 
 
@@ -192,15 +194,15 @@ def test_a_region_of_one_buffer_is_read_into_it_and_others_are_staged(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
-    for step in _plan.plan_read(stacks, wants, host_bytes):
+    for step in _plan.plan_steps(stacks, wants, host_bytes):
         for read in step.reads:
             staged = 0
             for region in read.regions:
                 runs = [step.runs[run] for run, _ in region.serves]
-                assert region.staged == (
+                assert region.is_separate(shares_chunks=False) == (
                     len(region.serves) > 1 or any(run.dtype is not None or run.streamed for run in runs)
                 )
-                if region.staged:
+                if region.is_separate(shares_chunks=False):
                     staged += _grid.volume(region.box) * 4
                 else:
                     ((_, box),) = region.serves
@@ -214,7 +216,7 @@ def test_a_large_leaf_in_another_layout_is_read_in_whole_objects() -> None:
     """From rows to columns: each object is one request, regardless of the boxes that it covers."""
     stack = Stack("s", "float32", (4096, 4096), 1, (1, 256, 256), (1, 512, 4096))
     columns = tuple(((0, 4096), (512 * i, 512 * (i + 1))) for i in range(8))
-    (step,) = _plan.plan_read([stack], [WantedRows(0, (0, 1), columns)], 32 << 20)
+    (step,) = _plan.plan_steps([stack], [WantedRows(0, (0, 1), columns)], 32 << 20)
     assert [len(read.regions) for read in step.reads] == [8] * 8
     for number, read in enumerate(step.reads):
         assert _grid.hull(region.box for region in read.regions) == (
@@ -237,7 +239,7 @@ def test_an_aligned_read_costs_its_data_checksums_and_indexes(shape: tuple[int, 
     (stack,) = plan.stacks
     cost = _plan.ReadCost()
     for box in _grid.spec_boxes(axes, spec, shape):  # the boxes that the writers wrote
-        steps = _plan.plan_read(plan.stacks, [WantedRows(0, (row, row + 1), (box,)) for row in range(3)], HOST_BYTES)
+        steps = _plan.plan_steps(plan.stacks, [WantedRows(0, (row, row + 1), (box,)) for row in range(3)], HOST_BYTES)
         cost += _plan.read_cost(plan.stacks, steps, HOST_BYTES)
     needed = 3 * math.prod(shape) * 4
     chunks = sum(len(list(chunks_of(stack, obj))) for _, obj in stack.objects())
@@ -251,7 +253,7 @@ def test_a_cost_counts_each_chunk_and_the_index_of_each_object(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
-    steps = _plan.plan_read(stacks, wants, host_bytes)
+    steps = _plan.plan_steps(stacks, wants, host_bytes)
     cost = _plan.read_cost(stacks, steps, host_bytes)
     read = requests = 0
     for step in steps:
@@ -282,6 +284,6 @@ def test_objects_of_a_box_are_those_that_it_intersects(stack: Stack, data: st.Da
 def test_an_empty_request_reads_nothing() -> None:
     stack = Stack("s", "float32", (0, 3), 2, (1, 1, 3), (2, 1, 3))
     assert (
-        _plan.plan_read([stack], [WantedRows(0, (0, 1), (((0, 0), (0, 3)),)), WantedRows(0, (1, 2), ())], HOST_BYTES)
+        _plan.plan_steps([stack], [WantedRows(0, (0, 1), (((0, 0), (0, 3)),)), WantedRows(0, (1, 2), ())], HOST_BYTES)
         == []
     )

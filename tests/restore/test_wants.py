@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt._model.grid import Box, contains, volume
 from jaxckpt._restore.resolve import LeafForm
-from jaxckpt._restore.wants import WHOLE_BYTES, Wants, plan_reads, plan_wants
+from jaxckpt._restore.wants import WHOLE_BYTES, Wants, plan_process_reads, plan_wants
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.store_path import store_at
 
@@ -59,8 +59,8 @@ def test_one_process_and_all_processes_give_the_same_wants(
     alone, together = wants_of(source, form, range(1)), wants_of(source, form, range(2))
     assert [part.rows_for(0) for part in alone.ranges] == [part.rows_for(0) for part in together.ranges]
     assert [part.boxes.are_whole for part in alone.ranges] == [part.boxes.are_whole for part in together.ranges]
-    (reads,) = plan_reads(alone, OPTIONS, range(1))
-    assert reads == next(plan_reads(together, OPTIONS, range(2)))
+    (reads,) = plan_process_reads(alone, OPTIONS, range(1))
+    assert reads == next(plan_process_reads(together, OPTIONS, range(2)))
 
 
 @pytest.mark.parametrize("name", shardings())
@@ -86,5 +86,5 @@ def test_leaves_that_differ_are_separate_ranges(source: NativeCheckpoint) -> Non
     wants = plan_wants(source, forms, OPTIONS, range(1), range(1))
     single_rows = [(row, row + 1) for n_leaves in (5, 4) for row in range(n_leaves)]
     assert sorted(part.rows for part in wants.ranges) == sorted(single_rows)
-    (reads,) = plan_reads(wants, OPTIONS, range(1))
+    (reads,) = plan_process_reads(wants, OPTIONS, range(1))
     assert reads.needed_bytes == sum(source.manifest.leaf_bytes(leaf) for leaf in source.manifest.leaves)
