@@ -32,8 +32,8 @@ from jaxckpt._pipeline.progress import Report, display_progress, report_nothing
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.shared_path import SharedPath
-from jaxckpt._save.staging import PieceGroup, StagedAhead, StagedObject
-from jaxckpt._save.write import OwnShare, WrittenShare
+from jaxckpt._save.staging import PieceGroup, StagedObject, StagedObjects
+from jaxckpt._save.write import OwnShare, StoredObject, WrittenShare
 from jaxckpt._save.write_plan import Object
 from jaxckpt._sources.source import Source
 from jaxckpt._store.folder import sync_path
@@ -75,17 +75,17 @@ class WrittenElsewhere(SharedPath):
         self._executor = executor
         self._opened = opened
 
-    def write(self, share: OwnShare, data: str, ahead: StagedAhead) -> WrittenShare:
-        written, save = share.write(data, share.stage_ahead(with_others=_without)), share.save
-        if not save.plan.objects:
+    def write(self, share: OwnShare, folder: str, staged: StagedObjects) -> WrittenShare:
+        written, prepared = share.write(folder, share.staged_objects(with_others=_without)), share.prepared
+        if not prepared.plan.objects:
             return written
-        with save.call.phases.timed("write"):
-            return msgspec.structs.replace(written, objects=[*self._write(save, data)])
+        with prepared.call.phases.timed("write"):
+            return msgspec.structs.replace(written, objects=[*self._write(prepared, folder)])
 
-    def _write(self, save: PreparedSave, data: str) -> Iterator[tuple[int, str, int, str, str]]:
+    def _write(self, prepared: PreparedSave, folder: str) -> Iterator[StoredObject]:
         """Let the workers write the objects of this process, and sync their folders."""
-        store, plan, options = self.store.absolute(), save.plan, self._opened.options
-        write = functools.partial(_write_object, Remembered.of(self._opened.open), store, data, options)
+        store, plan, options = self.store.absolute(), prepared.plan, self._opened.options
+        write = functools.partial(_write_object, Remembered.of(self._opened.open), store, folder, options)
         units = (
             _ObjectToWrite(obj, plan.stacks[obj.stack], tuple(plan.leaves[obj.stack][slice(*obj.box[0])]))
             for obj in plan.objects
@@ -93,22 +93,22 @@ class WrittenElsewhere(SharedPath):
         indices: dict[int, list[tuple[int, ...]]] = {}
         total = sum(obj.n_bytes for obj in plan.objects)
         with (
-            display_progress("convert", total, save.options.progress) as report,
+            display_progress("convert", total, prepared.options.progress) as report,
             contextlib.closing(
-                spread(self._executor, write, units, options.timeout_seconds, save.call.cancellation.check)
+                spread(self._executor, write, units, options.timeout_seconds, prepared.call.cancellation.check)
             ) as written,
         ):
             for unit, record in written:
-                save.call.cancellation.check()
+                prepared.call.cancellation.check()
                 report(unit.obj.n_bytes)
                 indices.setdefault(unit.obj.stack, []).append(unit.obj.index)
-                yield unit.obj.stack, unit.obj.index_key, record.length, record.digest, record.content
-        for name in store.child(data).names():
+                yield unit.obj.stack, unit.obj.index_key, record
+        for name in store.child(folder).names():
             if name.startswith(_ATTEMPT):
-                store.delete(f"{data}/{name}")
+                store.delete(f"{folder}/{name}")
         if options.sync:
             for stack, stack_indices in indices.items():
-                store.sync_folders(data, plan.stacks[stack], stack_indices)
+                store.sync_folders(folder, plan.stacks[stack], stack_indices)
 
 
 def _without(own: Generator[StagedObject]) -> Generator[StagedObject]:

@@ -33,8 +33,8 @@ from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.request import PreparedSave, SaveRequest
-from jaxckpt._save.shared_path import PublishResult, SharedPath, begin_exchanges, compose_manifest
-from jaxckpt._save.staging import StagedAhead
+from jaxckpt._save.shared_path import PublishResult, SharedPath, broadcast_start, compose_manifest
+from jaxckpt._save.staging import StagedObjects
 from jaxckpt._save.write import OwnShare, WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._sources.foreign import ForeignCheckpoint
@@ -167,31 +167,31 @@ class ExportedFolder(SharedPath):
         with contextlib.ExitStack() as self._draft:
             return super().save(share)
 
-    def begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[str, Transaction | None]:
-        call, draft = save.call, ""
+    def begin(self, prepared: PreparedSave, stage_first: StagedObjects | None) -> tuple[str, Transaction | None]:
+        call, draft = prepared.call, ""
         with call.rendezvous("preparing the export") as rendezvous:
-            if ahead is not None:
-                ahead.fill()
+            if stage_first is not None:
+                stage_first.fill()
             rendezvous.gather("")
             if call.index == 0:
                 with call.watchdog.operation(f"preparing {self._target}"):
                     draft = self._draft.enter_context(draft_folder(self._target))
             checkpoint = os.path.join(rendezvous.broadcast(draft), "checkpoint")
         self.store = self._store = replace(self._store, folder=checkpoint)
-        save_id, transaction = super().begin(save, ahead)
+        save_id, transaction = super().begin(prepared, stage_first)
         folder = os.path.join(checkpoint, data_folder(save_id), "files")
         try:
             with call.rendezvous("preparing the files of the export") as rendezvous:
-                source, files = self._planned(save)  # raises if the rules do not fit
+                source, files = self._planned(prepared)  # raises if the rules do not fit
                 rendezvous.gather("")
-                plan = functools.partial(plan_writes, source, files, save.plan, folder)
+                plan = functools.partial(plan_writes, source, files, prepared.plan, folder)
                 coherent = ""
                 if call.index == 0:
                     coherent = "yes" if call.count == 1 or is_coherent(checkpoint) else ""
                     cannot = translate_os_errors(f"cannot write {self._target}")
                     with call.watchdog.operation(f"preparing {folder}"), cannot:
                         plan(is_coherent=bool(coherent)).create(files)
-                coherent = begin_exchanges(rendezvous, save, coherent)
+                coherent = broadcast_start(rendezvous, prepared, coherent)
         except BaseException:
             if transaction is not None:
                 transaction.close()
@@ -200,23 +200,24 @@ class ExportedFolder(SharedPath):
         self._view = source
         return save_id, transaction
 
-    def _planned(self, save: PreparedSave) -> tuple[ForeignCheckpoint, FolderPlan]:
+    def _planned(self, prepared: PreparedSave) -> tuple[ForeignCheckpoint, FolderPlan]:
         """The tensors of the tree that is saved, whose data cannot be read, and their files."""
-        manifest = compose_manifest("", save.plan, save.draft, [WrittenShare([], 0, None, {}, "")] * save.call.count)
-        rows = [[UnwrittenRow(stack.name, row) for row in range(stack.rows)] for stack in save.plan.stacks]
+        shares = [WrittenShare([], 0, None, {}, "")] * prepared.call.count
+        manifest = compose_manifest("", prepared.plan, prepared.draft, shares)
+        rows = [[UnwrittenRow(stack.name, row) for row in range(stack.rows)] for stack in prepared.plan.stacks]
         source = renamed_source(ForeignCheckpoint(self._store.url, manifest, rows), self._rename)
         try:
-            return source, self._plan_folder(source, save.options, report_nothing)
+            return source, self._plan_folder(source, prepared.options, report_nothing)
         except TreeError as error:
             error.add_note("jaxckpt: a save has no select=; rename=Rules([], drop=[…], keep=True) leaves leaves out")
             raise
 
-    def finish(self, save: PreparedSave, published: PublishResult) -> None:
-        call, direct = save.call, self._store.direct
+    def finish(self, prepared: PreparedSave, published: PublishResult) -> None:
+        call, direct = prepared.call, self._store.direct
         assert direct is not None
-        source = open_view(call, self._store.folder, save.options, self._rename) if direct.stored else self._view
-        files = direct.files(save.plan)
-        _write_files(call, source, direct, files, self._target, self._plan_folder, save.options)
+        source = open_view(call, self._store.folder, prepared.options, self._rename) if direct.stored else self._view
+        files = direct.files(prepared.plan)
+        _write_files(call, source, direct, files, self._target, self._plan_folder, prepared.options)
         with call.rendezvous("publishing the export") as rendezvous:
             rendezvous.gather("")
             if call.index == 0:

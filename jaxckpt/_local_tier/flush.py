@@ -79,7 +79,7 @@ class Flush:
             work = functools.partial(run_and_notify, work, self.on_done)
         with self.call:
             self.call.start(functools.partial(running.run, work))
-        running.mark_returned(in_background=True)
+        running.mark_returned(yields_processors=True)
         self.running = running
         return running
 

@@ -43,8 +43,8 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._save.consistency import gather_agreed
 from jaxckpt._save.request import PreparedSave, SaveRequest
-from jaxckpt._save.shared_path import PublishResult, begin_exchanges, compose_manifest, gather_shares, stored_bytes
-from jaxckpt._save.staging import StagedAhead, StagedObject
+from jaxckpt._save.shared_path import PublishResult, broadcast_start, compose_manifest, gather_shares, stored_bytes
+from jaxckpt._save.staging import StagedObject, StagedObjects
 from jaxckpt._save.write import OwnShare, WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, Object
 from jaxckpt._store.store import Store
@@ -81,20 +81,20 @@ class ProcessFolders:
         return plan_local_save(arrays, options, process, self._tier.domains)
 
     def save(self, share: OwnShare) -> PublishResult:
-        save = share.save
-        call, plan = save.call, _plan(save)
-        ahead = None if plan.is_collective else share.stage_ahead()
-        agreed, transaction = self._begin(save, ahead if share.in_background else None)
+        prepared = share.prepared
+        call, plan = prepared.call, _plan(prepared)
+        staged = None if plan.is_collective else share.staged_objects()
+        agreed, transaction = self._begin(prepared, staged if share.holds_data else None)
         with contextlib.closing(transaction):
             with call.rendezvous("saving") as rendezvous:
                 rounds = round_calls(plan.channels, agreed.rounds, call.index) if plan.is_collective else None
                 with rendezvous.joined_by_all(), rounds or contextlib.nullcontext():
                     if rounds is not None:
-                        sending = functools.partial(self._send_copies, save, agreed, rounds)
-                        ahead = share.stage_ahead(with_others=sending)
-                    assert ahead is not None
-                    written = share.write(data_folder(agreed.save_id), ahead)
-                published = self.publish(rendezvous, save, agreed.save_id, transaction, written)
+                        sending = functools.partial(self._send_copies, prepared, agreed, rounds)
+                        staged = share.staged_objects(with_others=sending)
+                    assert staged is not None
+                    written = share.write(data_folder(agreed.save_id), staged)
+                published = self.publish(rendezvous, prepared, agreed.save_id, transaction, written)
             with call.phases.timed("publish"):
                 transaction.close()
                 self._tier.record_saved(self._step, agreed.save_id)
@@ -102,49 +102,49 @@ class ProcessFolders:
                     self._flush.set_source(agreed.save_id, plan.own)
         return published
 
-    def _begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[_SaveAgreement, Transaction]:
+    def _begin(self, prepared: PreparedSave, stage_first: StagedObjects | None) -> tuple[_SaveAgreement, Transaction]:
         """Agree on the save, make room for it, and begin the transaction of this process."""
-        call, phases = save.call, save.call.phases
+        call, phases = prepared.call, prepared.call.phases
         with call.rendezvous("preparing to save") as rendezvous:
-            if ahead is not None:
-                ahead.fill()
-            sent_bytes = [sum(obj.n_bytes for obj in sent) for sent in _plan(save).sent]
-            offers = gather_agreed(rendezvous, save.fingerprint, [len(save.state or b""), *sent_bytes])
+            if stage_first is not None:
+                stage_first.fill()
+            sent_bytes = [sum(obj.n_bytes for obj in sent) for sent in _plan(prepared).sent]
+            offers = gather_agreed(rendezvous, prepared.fingerprint, [len(prepared.state or b""), *sent_bytes])
             text = ""
             if call.index == 0:
                 with phases.timed("plan"):
-                    text = msgspec.json.encode(self._decide(save, offers)).decode()
+                    text = msgspec.json.encode(self._decide(prepared, offers)).decode()
             with phases.timed("barrier"):
                 agreed = typed_json.decode(rendezvous.broadcast(text), _SaveAgreement)
         with contextlib.ExitStack() as undone, call.rendezvous("looking for the checkpoint's folder") as rendezvous:
             with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
                 self._tier.delete_other_steps(agreed.kept)
-                transaction = begin_own(self.store, agreed.save_id, save.plan.stacks)
+                transaction = begin_own(self.store, agreed.save_id, prepared.plan.stacks)
                 undone.callback(transaction.close)
             with phases.timed("barrier"):
                 rendezvous.gather("")
-                begin_exchanges(rendezvous, save)
+                broadcast_start(rendezvous, prepared)
             undone.pop_all()
         return agreed, transaction
 
-    def _decide(self, save: PreparedSave, offers: Sequence[list[int]]) -> _SaveAgreement:
+    def _decide(self, prepared: PreparedSave, offers: Sequence[list[int]]) -> _SaveAgreement:
         """Process 0. An offer is the length of a process's state, and the bytes that it sends over each channel."""
-        channels = _plan(save).channels
+        channels = _plan(prepared).channels
         stream_bytes: dict[Pair, int] = {}
         for number, pairs in enumerate(channels):
             for sender, receiver in pairs:
                 state_bytes, *sent_bytes = offers[sender]
                 stream_bytes[sender, receiver] = state_bytes + sent_bytes[number]
-        rounds = plan_rounds(channels, stream_bytes, save.options.host_bytes // 8)
+        rounds = plan_rounds(channels, stream_bytes, prepared.options.host_bytes // 8)
         return _SaveAgreement(
             uuid.uuid4().hex, self._tier.choose_kept_step(self._step), [offer[0] for offer in offers], rounds
         )
 
     def _send_copies(
-        self, save: PreparedSave, agreed: _SaveAgreement, calls: RoundCalls, own: Generator[StagedObject]
+        self, prepared: PreparedSave, agreed: _SaveAgreement, calls: RoundCalls, own: Generator[StagedObject]
     ) -> Generator[StagedObject]:
         """The own objects, and those that other processes send. Their states are written immediately."""
-        process, plan = save.call.index, _plan(save)
+        process, plan = prepared.call.index, _plan(prepared)
         outgoing: dict[int, Outgoing] = {}
         incoming: dict[int, _IncomingCopies] = {}
         sent: dict[Object, list[Outgoing]] = {}
@@ -152,11 +152,11 @@ class ProcessFolders:
             for sender, receiver in pairs:
                 if sender == process:
                     outgoing[channel] = Outgoing()
-                    outgoing[channel].add(np.frombuffer(save.state or b"", np.uint8))
+                    outgoing[channel].add(np.frombuffer(prepared.state or b"", np.uint8))
                     for obj in plan.sent[channel]:
                         sent.setdefault(obj, []).append(outgoing[channel])
                 if receiver == process:
-                    has_state = save.state is not None
+                    has_state = prepared.state is not None
                     incoming[channel] = _IncomingCopies(
                         sender, agreed.state_bytes[sender], plan.received[channel], has_state
                     )
@@ -173,34 +173,34 @@ class ProcessFolders:
                     yield staged
                 received = calls.run_next(None if stream is None else stream.take(planned.n_bytes))
                 if received is not None:
-                    yield from self._keep(save, agreed.save_id, incoming[planned.channel], received)
+                    yield from self._keep(prepared, agreed.save_id, incoming[planned.channel], received)
             yield from own
 
     def _keep(
-        self, save: PreparedSave, save_id: str, incoming: _IncomingCopies, received: Bytes
+        self, prepared: PreparedSave, save_id: str, incoming: _IncomingCopies, received: Bytes
     ) -> Generator[StagedObject]:
         """Write a complete state to this process's data folder. Yields complete objects."""
         for data in incoming.stream.add(received):
             if incoming.has_state:
                 incoming.has_state = False
                 name = f"{data_folder(save_id)}/{manifests.state_file_name(incoming.sender)}"
-                self.store.put(name, data.tobytes(), sync=save.options.sync)
+                self.store.put(name, data.tobytes(), sync=prepared.options.sync)
             else:
-                yield _staged_copy(next(incoming.objects), data, save.plan.stacks)
+                yield _staged_copy(next(incoming.objects), data, prepared.plan.stacks)
 
     def publish(
-        self, rendezvous: Rendezvous, save: PreparedSave, save_id: str, transaction: Transaction, share: WrittenShare
+        self, rendezvous: Rendezvous, prepared: PreparedSave, save_id: str, transaction: Transaction, own: WrittenShare
     ) -> PublishResult:
         """Publish the manifest in every process after all have written their shares."""
-        call, phases = save.call, save.call.phases
+        call, phases = prepared.call, prepared.call.phases
         with phases.timed("barrier"):
-            shares = gather_shares(rendezvous, share)
+            shares = gather_shares(rendezvous, own)
         packed = ""
         if shares:
             call.cancellation.check()
             call.cancellation.end()
             manifest = compose_manifest(
-                save_id, save.plan, save.draft, shares, save.request.metadata, save.request.step
+                save_id, prepared.plan, prepared.draft, shares, prepared.request.metadata, prepared.request.step
             )
             packed = pack(manifests.encode(manifest))
         else:
@@ -210,9 +210,9 @@ class ProcessFolders:
             rendezvous.start_next()
         manifest = manifests.decode(content, call.where)
         with phases.timed("publish"), call.watchdog.operation(f"publishing {call.where}"):
-            if save.options.sync:
+            if prepared.options.sync:
                 transaction.sync(manifest.decoded_stacks)
-            transaction.commit(content, sync=save.options.sync)
+            transaction.commit(content, sync=prepared.options.sync)
         with phases.timed("barrier"):
             rendezvous.barrier()  # until all have published, the loss of one folder could lose the only manifest
         return PublishResult(save_id, stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest(), manifest.created)
@@ -230,9 +230,9 @@ class _IncomingCopies:
         self.stream = Incoming([*[state_bytes] * has_state, *(obj.n_bytes for obj in objects)])
 
 
-def _plan(save: PreparedSave) -> CopiedPlan:
-    assert isinstance(save.plan, CopiedPlan)
-    return save.plan
+def _plan(prepared: PreparedSave) -> CopiedPlan:
+    assert isinstance(prepared.plan, CopiedPlan)
+    return prepared.plan
 
 
 def _staged_copy(obj: Object, data: Bytes, stacks: Sequence[Stack]) -> StagedObject:

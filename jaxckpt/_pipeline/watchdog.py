@@ -82,7 +82,7 @@ class Watchdog:
         self.folder = folder
         """The folder that the operation uses, if it is known."""
 
-        self.in_background = False
+        self.yields_processors = False
         """Whether nothing waits for the call, so that its threads leave the processors to the program."""
 
         self.work: Work | None = None

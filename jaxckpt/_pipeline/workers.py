@@ -147,7 +147,7 @@ os.register_at_fork(after_in_child=_forget_workers)
 def submit(work: Callable[[], T]) -> Task[T]:
     """Run work in the threads that move bytes."""
     watchdog = current_watchdog()
-    workers = _background if watchdog is not None and watchdog.in_background else _workers
+    workers = _background if watchdog is not None and watchdog.yields_processors else _workers
     return workers.submit(work)
 
 

@@ -254,15 +254,15 @@ class RunStep(SharedPath):
         assert step is not None, "a Checkpointer saves steps"
         self._deletion.handle_published(step, save_id, created)
 
-    def finish(self, save: PreparedSave, published: PublishResult) -> None:
+    def finish(self, prepared: PreparedSave, published: PublishResult) -> None:
         self._directory.refused.discard(self._step)
-        super().finish(save, published)
+        super().finish(prepared, published)
         if self._export is None:
             return
-        if save.request.is_last_step:
-            _log.warning("the job was preempted, so step %d is not exported", save.request.step_number)
+        if prepared.request.is_last_step:
+            _log.warning("the job was preempted, so step %d is not exported", prepared.request.step_number)
             return
-        self._export.write(save.call, self.store.url, save.options)
+        self._export.write(prepared.call, self.store.url, prepared.options)
 
 
 # Saving ---------------------------------------------------------------------------------------------------

@@ -71,14 +71,14 @@ class Original:
     """The digest of its sample; empty if not computed."""
 
 
+_UNWRITTEN = ObjectRecord(0, "")
+
+
 @dataclass(frozen=True, slots=True)
 class WrittenObject:
     """An object that was written, or linked."""
 
-    length: int = 0
-    digest: str = ""
-    content: str = ""
-    """The digest of its content; empty if not computed."""
+    record: ObjectRecord = _UNWRITTEN
 
     sample: bytes = b""
     """The digest of its sample; empty if not computed."""
@@ -151,6 +151,11 @@ class Reuse:
     by_index_key: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
     """The objects of the last save by stack and grid index, if it had the same stacks."""
 
+    @property
+    def may_link(self) -> bool:
+        """Whether any object may be linked, or has a reason why it is not. Otherwise all are simply written."""
+        return self.compares or bool(self.originals or self.unlinked)
+
     # While the data is written ----------------------------------------------------------------------------
 
     def with_stored_base(self) -> Reuse:
@@ -162,52 +167,53 @@ class Reuse:
         return replace(self, base=base)
 
     def write_or_link(
-        self, staged: StagedObject, stack: Stack, writer: ArrayWriter, data: str
+        self, staged: StagedObject, stack: Stack, writer: ArrayWriter, folder: str
     ) -> tuple[Pending[WrittenObject], Pieces | None]:
         """Start to write an object, or to link it if an equal one exists. Returns (work that results in a
         `WrittenObject`, data to keep until then)."""
         obj = staged.obj
         original, source = self.originals.get(obj), None
         if original is not None:
-            record = WrittenObject(content=original.content, sample=original.sample)
+            written = WrittenObject(_UNWRITTEN._replace(content=original.content), original.sample)
         else:
             source, last = staged.data(), self.by_index_key.get((obj.stack, obj.index_key))
             reason = self.unlinked.get(obj, "")
-            record = WrittenObject(unlinked=reason, refused=bool(reason) and not self.store.can_link)
+            written = WrittenObject(unlinked=reason, refused=bool(reason) and not self.store.can_link)
             if self.compares:
-                record = replace(record, sample=sample_digest(source))
-            changed = self.options.reuse == "auto" and last is not None and last.sample != record.sample
-            if last is not None and last.sample == record.sample and not last.content:
-                record = replace(record, unlinked=_NO_DIGEST)
+                written = replace(written, sample=sample_digest(source))
+            changed = self.options.reuse == "auto" and last is not None and last.sample != written.sample
+            if last is not None and last.sample == written.sample and not last.content:
+                written = replace(written, unlinked=_NO_DIGEST)
             if not self.compares or changed or not (self.base and self.base.by_content):
                 work = writer.write(obj.index, source, self.compares and not changed)
-                return MappedWork(work, functools.partial(_await_write, record)), source
-        return submit(functools.partial(self._link, staged, record, source, stack, writer, data)), source
+                return MappedWork(work, functools.partial(_await_write, written)), source
+        return submit(functools.partial(self._link, staged, written, source, stack, writer, folder)), source
 
     def _link(
         self,
         staged: StagedObject,
-        record: WrittenObject,
+        written: WrittenObject,
         source: Pieces | None,
         stack: Stack,
         writer: ArrayWriter,
-        data: str,
+        folder: str,
     ) -> WrittenObject:
         """Link an object if possible, otherwise write it. `source` is None if it has an original."""
         index = staged.obj.index
         original = self.originals.get(staged.obj)
         if source is not None:
-            record = replace(record, content=content_digest(stack, index, source))
-            original = self.base.by_content.get((*_stack_key(stack), record.content)) if self.base else None
+            written = replace(written, record=_UNWRITTEN._replace(content=content_digest(stack, index, source)))
+            original = self.base.by_content.get((*_stack_key(stack), written.record.content)) if self.base else None
         if original is not None and self.base is not None:
-            key, sync = f"{data}/{zarr.object_key(stack, index)}", self.options.sync and not self.base.is_synced
+            key, sync = f"{folder}/{zarr.object_key(stack, index)}", self.options.sync and not self.base.is_synced
             try:
                 self.store.link(self.base.store, original.key, key, original.length, sync=sync)
-                return replace(record, length=original.length, digest=original.digest, linked=True)
+                record = ObjectRecord(original.length, original.digest, written.record.content)
+                return replace(written, record=record, linked=True)
             except StorageError as error:
                 lost = error.errno in (errno.ENOENT, errno.ESTALE)
                 reason = _LOST if lost else f"the file system refuses links ({os.strerror(error.errno or errno.EIO)})"
-                record = replace(record, unlinked=reason, refused=not lost)
+                written = replace(written, unlinked=reason, refused=not lost)
         try:
             source = staged.data() if source is None else source
         except RuntimeError as error:  # raised by JAX for a deleted array
@@ -218,26 +224,26 @@ class Reuse:
                 " would be written instead were donated or deleted in the meantime: save again",
             ) from error
         # The digest again, of the bytes that are written: another library may change the memory in the meantime.
-        return _await_write(record, writer.write(index, source, bool(record.content)))
+        return _await_write(written, writer.write(index, source, bool(written.record.content)))
 
-    def remember(self, data: str, stacks: Sequence[Stack], written: Iterable[tuple[Object, WrittenObject]]) -> None:
+    def remember(self, folder: str, stacks: Sequence[Stack], objects: Iterable[tuple[Object, WrittenObject]]) -> None:
         """After publication, remember in the cache what this process wrote, for the next save."""
         last = self.cache
         assert last is not None, "nothing is remembered"
         by_arrays, by_content = dict[_ContentKey, tuple[Original, _Arrays]](), dict[_ContentKey, Original]()
         by_index_key = dict[tuple[int, str], Original]()
         linked = refused = False
-        for obj, record in written:
-            linked, refused = linked or record.linked, refused or record.refused
-            stack = stacks[obj.stack]
-            key = f"{data}/{zarr.object_key(stack, obj.index)}"
-            original = Original(key, record.length, record.digest, record.content, record.sample)
+        for obj, written in objects:
+            linked, refused = linked or written.linked, refused or written.refused
+            stack, record = stacks[obj.stack], written.record
+            key = f"{folder}/{zarr.object_key(stack, obj.index)}"
+            original = Original(key, record.length, record.digest, record.content, written.sample)
             if entry := self.content_keys.get(obj):
                 content_key, arrays = entry
                 by_arrays[content_key] = original, arrays
             if record.content:
                 by_content[*_stack_key(stack), record.content] = original
-            if record.sample:
+            if written.sample:
                 by_index_key[obj.stack, obj.index_key] = original
         if linked or refused:  # otherwise no link was tried
             last.has_links = linked
@@ -301,9 +307,8 @@ def _load_base(store: Store | None) -> BaseCheckpoint | None:
     return BaseCheckpoint(store, by_content=by_content) if by_content else None
 
 
-def _await_write(record: WrittenObject, pending: Pending[ObjectRecord]) -> WrittenObject:
-    length, digest, content = pending.result()
-    return replace(record, length=length, digest=digest, content=content or record.content)
+def _await_write(written: WrittenObject, pending: Pending[ObjectRecord]) -> WrittenObject:
+    return replace(written, record=pending.result())
 
 
 def _stack_key(stack: Stack) -> _ContentKey:

@@ -201,7 +201,8 @@ class RunningSave:
         return time.perf_counter() - self._start_time if self._seconds is None else self._seconds
 
     def wait(self, timeout_seconds: float | None = None) -> SaveInfo:
-        """As `PendingSave.wait`."""
+        """Wait until the save has ended, for `timeout_seconds` at most. Returns its result, or raises its error, which
+        then counts as reported. Raises TimeoutError if it has not ended."""
         if self.skipped:
             raise InputError(
                 f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
@@ -237,7 +238,8 @@ class RunningSave:
         return self._await_soon(self._ended, timeout_seconds)
 
     def settle(self) -> None:
-        """As `RunningWrite.settle`. Does not wait in a thread without which the save cannot go on."""
+        """Wait until the checkpoint is published or the save has failed; reads of its path call this. Returns at once
+        in a thread without which the save cannot continue."""
         is_caller = threading.get_ident() == self._caller and not self._has_returned
         if not (is_caller or self._runs_here):
             self._await_soon(self._settled, None)
@@ -248,7 +250,8 @@ class RunningSave:
         return threading.get_ident() == self._thread
 
     def _await_soon(self, latch: Latch, timeout_seconds: float | None) -> bool:
-        """As `_await`, while the save uses all threads, because a caller waits."""
+        """Wait until the latch is set, for `timeout_seconds` at most. From now on the save uses all threads, because a
+        caller waits. Returns whether the latch is set."""
         self._use_all_threads()
         return self._await(latch, timeout_seconds)
 
@@ -268,7 +271,7 @@ class RunningSave:
 
     def _use_all_threads(self) -> None:
         self._hurries = True
-        self.watchdog.in_background = False
+        self.watchdog.yields_processors = False
 
     def hurry(self, timeout_seconds: float) -> None:
         """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
@@ -302,12 +305,12 @@ class RunningSave:
         self._seconds = self._seconds_so_far
         self._ended.set()
 
-    def mark_returned(self, *, in_background: bool) -> None:
-        """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`. With `in_background`,
-        nothing waits for the save from now on, unless it hurries already."""
+    def mark_returned(self, *, yields_processors: bool) -> None:
+        """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`. With
+        `yields_processors`, training continues, so that the save uses few threads unless it hurries already."""
         self._blocked_seconds = time.perf_counter() - self._start_time
         self._has_returned = True
-        self.watchdog.in_background = in_background and not self._hurries
+        self.watchdog.yields_processors = yields_processors and not self._hurries
 
     def mark_published(self) -> None:
         """Note that the checkpoint is published."""

@@ -1,10 +1,13 @@
 """Saving: request → prepared → claimed → written → published.
 
-    the caller:   describe the tree ─────────▶ wait until everything is staged, or saved
-    a lane:                            plan ─▶ stage ─▶ claim the path ─▶ write ─▶ publish
+    the caller:   describe the tree ─────────▶ wait until it is saved
+    a lane:                            plan ─▶ claim the path ─▶ stage and write, object by object ─▶ publish
 
-A save in the background stages as much as it may before it claims the path. One whose caller waits stages a few objects
-ahead of the writing, and one that exchanges data between processes begins to stage after all have claimed the path.
+    the caller:   describe the tree ─────────▶ wait until everything is staged
+    a lane:                            plan ─▶ stage ─▶ claim the path ─▶ stage what is left, and write ─▶ publish
+
+The first is `save`, which stages a few objects ahead of the writing. The second is `save_async`. A save that exchanges
+data between processes always begins to stage after process 0 has claimed the path.
 """
 
 from __future__ import annotations
@@ -48,10 +51,10 @@ from jaxckpt.errors import InputError, show_count
 def prepare(request: SaveRequest, call: Call) -> PreparedSave:
     """Check everything that can be checked without the other processes, and plan."""
     described = call.here(functools.partial(_describe, request, call))
-    save = call.run(functools.partial(_plan, request, call, described))
+    prepared = call.run(functools.partial(_plan, request, call, described))
     if request.plan_cache is not None and described.plain is not None and described.plan is None:
-        call.here(functools.partial(request.plan_cache.remember, described.plain, save.draft, save.plan))
-    return save
+        call.here(functools.partial(request.plan_cache.remember, described.plain, prepared.draft, prepared.plan))
+    return prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,20 +275,19 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     """Save completely, or until the lane that writes no longer needs the caller. Every process.
 
     The lane runs `RunningSave.run`, which notes the outcome, and in it `_save_in_lane`, inside of `attempts` and
-    `run_and_notify` if the request has them.
+    `run_and_notify` if the request has them. Returns the save, which has ended if it is not in the background.
     """
     start_time, options = time.perf_counter(), request.options
     if background and not request.is_last_step and options.when_busy == "skip" and _is_busy(call):
         skipped = RunningSave(request.destination.store, 0, start_time, call.watchdog)
         skipped.skip()
         return skipped
-    save = prepare(request, call)
+    prepared = prepare(request, call)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
-    n_bytes = save.plan.written_bytes(call.index)
     beside_training = background and not request.is_last_step
     running = RunningSave(
-        save.store,
-        n_bytes,
+        prepared.store,
+        prepared.plan.written_bytes(call.index),
         start_time,
         call.watchdog,
         request.step_number,
@@ -294,21 +296,25 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     )
     if background and not running_saves.unreported_saves():  # the first that the program's end may await
         finish_first()
-    work = functools.partial(_save_in_lane, save, background)
-    if request.attempts is not None:
-        work = functools.partial(request.attempts, work)
+
+    def work(running: RunningSave, repeated: Call | None = None) -> SaveInfo:
+        """`repeated` is the call of another attempt."""
+        return _save_in_lane(replace(prepared, call=repeated or call), running, background)
+
+    carry_out = work if request.attempts is None else functools.partial(request.attempts, work)
     if request.on_done is not None:
-        work = functools.partial(run_and_notify, work, request.on_done)
+        carry_out = functools.partial(run_and_notify, carry_out, request.on_done)
     try:
-        call.start(functools.partial(running.run, work), until=request.deadline)
+        # Returns when the lane releases the caller or has ended. The outcome is in `running`, not in the task.
+        call.start(functools.partial(running.run, carry_out), until=request.deadline)
         if request.deadline is not None and not running.is_staged:
             call.cancellation.cancel(TimeoutError("the data was copied but not written before the deadline"))
         if not background:
-            running.wait()
-        running.mark_returned(in_background=beside_training)
+            running.wait()  # raises its error here, where the save is canceled if it has not ended
+        running.mark_returned(yields_processors=beside_training)
     except BaseException as error:
         running.cancel(call, error)
-        save.draft.values.clear()  # the error may be kept for long
+        prepared.draft.values.clear()  # the error may be kept for long
         raise
     return running
 
@@ -337,16 +343,15 @@ def run_and_notify(
     return info
 
 
-def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave, repeated: Call | None = None) -> SaveInfo:
-    """Carry out the save. `repeated` is the call of another attempt."""
-    save = save if repeated is None else replace(save, call=repeated)
-    call = save.call
+def _save_in_lane(prepared: PreparedSave, running: RunningSave, background: bool) -> SaveInfo:
+    """Carry out the save, or an attempt to."""
+    call = prepared.call
     with (
         call,  # again, because a background save outlives the caller's block
-        display_progress("save", save.plan.written_bytes(call.index), save.options.progress) as display,
+        display_progress("save", prepared.plan.written_bytes(call.index), prepared.options.progress) as display,
     ):
-        share = OwnShare(save, running, background, display)
-        info = _info(save, save.request.destination.save(share))
+        share = OwnShare(prepared, running, background, display)
+        info = _info(prepared, prepared.request.destination.save(share))
         share.free()
     seconds = running.with_times(info).seconds
     record_event(
@@ -363,13 +368,13 @@ def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave, re
     return info
 
 
-def _info(save: PreparedSave, published: PublishResult) -> SaveInfo:
-    plan = save.plan
-    states = 0 if save.state is None else save.call.count
+def _info(prepared: PreparedSave, published: PublishResult) -> SaveInfo:
+    plan = prepared.plan
+    states = 0 if prepared.state is None else prepared.call.count
     return SaveInfo(
-        path=save.store.url,
+        path=prepared.store.url,
         save_id=published.save_id,
-        leaves=len(save.draft.records),
+        leaves=len(prepared.draft.records),
         total_bytes=sum(plan.process_bytes),
         process_bytes=plan.process_bytes,
         objects=plan.n_objects,
@@ -379,5 +384,5 @@ def _info(save: PreparedSave, published: PublishResult) -> SaveInfo:
         manifest_sha256=published.manifest_sha256,
         seconds=0.0,  # `RunningSave.with_times` sets this and the next field
         blocked_seconds=0.0,
-        phase_seconds=save.call.phases.phase_seconds,
+        phase_seconds=prepared.call.phases.phase_seconds,
     )

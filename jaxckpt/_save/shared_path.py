@@ -34,7 +34,7 @@ from jaxckpt._run_folder.steps import is_step
 from jaxckpt._save.consistency import gather_agreed
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.request import PreparedSave, SaveRequest
-from jaxckpt._save.staging import StagedAhead, exchanges
+from jaxckpt._save.staging import StagedObjects, exchanges
 from jaxckpt._save.write import OwnShare, WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.load_manifest import find_lost, repair_hint
@@ -64,41 +64,43 @@ class SharedPath:
         return plan_save(arrays, options, process, processes)
 
     def save(self, share: OwnShare) -> PublishResult:
-        save = share.save
-        call, is_collective = save.call, save.plan.is_collective
-        ahead = None if is_collective else share.stage_ahead()
-        save_id, transaction = self.begin(save, ahead if share.in_background else None)
-        data = data_folder(save_id)
+        prepared = share.prepared
+        call, is_collective = prepared.call, prepared.plan.is_collective
+        staged = None if is_collective else share.staged_objects()
+        save_id, transaction = self.begin(prepared, staged if share.holds_data else None)
+        folder = data_folder(save_id)
         with contextlib.closing(transaction) if transaction else contextlib.nullcontext():
             with call.rendezvous("saving") as rendezvous:
                 # Exchanges are collective, so no process may begin them before all are prepared.
-                exchanging = exchanges(save.plan, save.draft) if is_collective else contextlib.nullcontext()
+                exchanging = exchanges(prepared.plan, prepared.draft) if is_collective else contextlib.nullcontext()
                 with rendezvous.joined_by_all(), exchanging as calls:
-                    written = self.write(share, data, ahead or share.stage_ahead(calls))
-                published = self.publish(rendezvous, save, save_id, transaction, written)
-            share.remember(data)
+                    written = self.write(share, folder, staged or share.staged_objects(calls))
+                published = self.publish(rendezvous, prepared, save_id, transaction, written)
+            share.remember(folder)
             with call.phases.timed("publish"):
                 if transaction is not None:
                     transaction.close()  # now, because what follows may delete old steps or take long
-                self.finish(save, published)
+                self.finish(prepared, published)
         return published
 
-    def begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[str, Transaction | None]:
+    def begin(self, prepared: PreparedSave, stage_first: StagedObjects | None) -> tuple[str, Transaction | None]:
         """Before any data is written, check that all processes save the same tree, create the data folder, and check
-        that all processes see it. Stages data ahead first, so that the caller does not wait for the other processes.
+        that all processes see it. Every process.
 
-        Returns the id of the save, and the transaction of process 0."""
+        `stage_first` is staged before all that, so that the caller does not wait for the other processes. Returns the
+        id of the save, and the transaction of process 0.
+        """
         transaction: Transaction | None = None
-        call, phases = save.call, save.call.phases
+        call, phases = prepared.call, prepared.call.phases
         try:
             with call.rendezvous("preparing to save") as rendezvous:
-                if ahead is not None:
-                    ahead.fill()
+                if stage_first is not None:
+                    stage_first.fill()
                 save_id = uuid.uuid4().hex
-                gather_agreed(rendezvous, save.fingerprint)
+                gather_agreed(rendezvous, prepared.fingerprint)
                 if call.index == 0:
                     with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
-                        transaction = self.claim(save.plan.stacks, save_id)
+                        transaction = self.claim(prepared.plan.stacks, save_id)
                 with phases.timed("barrier"):
                     save_id = rendezvous.broadcast(save_id)
             with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
@@ -106,7 +108,7 @@ class SharedPath:
                     require_shared(self.store, data_folder(save_id), call.index)
                 with phases.timed("barrier"):
                     rendezvous.gather("")
-                    begin_exchanges(rendezvous, save)
+                    broadcast_start(rendezvous, prepared)
         except BaseException:
             if transaction is not None:
                 transaction.close()
@@ -115,35 +117,36 @@ class SharedPath:
 
     def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:
         """Check that the path may be written, and begin a transaction there, with every stack's zarr.json. Process 0.
+        A step of a run also checks the run's folder.
 
         Raises CheckpointExistsError, StorageError.
         """
         return begin(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
 
-    def write(self, share: OwnShare, data: str, ahead: StagedAhead) -> WrittenShare:
-        """Write the share of this process into a data folder. Every process."""
-        return share.write(data, ahead)
+    def write(self, share: OwnShare, folder: str, staged: StagedObjects) -> WrittenShare:
+        """Write the share of this process into a data folder. Every process. A conversion lets other workers write."""
+        return share.write(folder, staged)
 
     def publish(
         self,
         rendezvous: Rendezvous,
-        save: PreparedSave,
+        prepared: PreparedSave,
         save_id: str,
         transaction: Transaction | None,
-        share: WrittenShare,
+        written: WrittenShare,
     ) -> PublishResult:
         """Publish the manifest after all processes have written their shares. Every process."""
-        phases, request = save.call.phases, save.request
+        call, phases, plan, request = prepared.call, prepared.call.phases, prepared.plan, prepared.request
         with phases.timed("barrier"):
-            shares = gather_shares(rendezvous, share)
+            shares = gather_shares(rendezvous, written)
         text = ""
         if transaction is None:
-            save.call.cancellation.end()  # process 0 may publish from now on
+            call.cancellation.end()  # process 0 may publish from now on
         else:
             with phases.timed("publish"):
-                manifest = compose_manifest(save_id, save.plan, save.draft, shares, request.metadata, request.step)
+                manifest = compose_manifest(save_id, plan, prepared.draft, shares, request.metadata, request.step)
                 content = encode(manifest)
-            self.commit(save.call, transaction, save.plan.stacks, content, sync=save.options.sync)
+            self.commit(call, transaction, plan.stacks, content, sync=prepared.options.sync)
             linked_bytes = sum(share.linked_bytes for share in shares)
             digest = hashlib.sha256(content).hexdigest()
             result = PublishResult(save_id, stored_bytes(manifest), linked_bytes, digest, manifest.created)
@@ -171,16 +174,15 @@ class SharedPath:
         with call.phases.timed("publish"), call.watchdog.operation(f"publishing {self.store.url}"):
             transaction.commit(manifest, sync=sync)
 
-    def finish(self, save: PreparedSave, published: PublishResult) -> None:
-        """Do what follows from the publication, before the save counts as done. Every process."""
-        if save.call.index == 0:
-            self.record_published(save.request.step, published.save_id, published.created)
+    def finish(self, prepared: PreparedSave, published: PublishResult) -> None:
+        """Do what follows from the publication, before the save counts as done: a step or a folder of another format is
+        exported. Every process."""
+        if prepared.call.index == 0:
+            self.record_published(prepared.request.step, published.save_id, published.created)
 
     def record_published(self, step: StepRecord | None, save_id: str, created: str) -> None:
-        """Do what follows from the publication of a checkpoint: here nothing, for a step of a run retention. Process 0.
-
-        `created` is the time in its manifest.
-        """
+        """Do what follows from the publication, also of a local step that is copied here: for a step of a run
+        retention, otherwise nothing. Process 0. `created` is the time in its manifest."""
 
 
 _ORBAX_NOTE = "_CHECKPOINT_METADATA"
@@ -226,17 +228,17 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     return None
 
 
-def begin_exchanges(rendezvous: Rendezvous, save: PreparedSave, text: str = "") -> str:
-    """After all processes have gathered, share a text of process 0, with which the others begin their exchanges."""
-    with save.call.cancellation.paused() if save.plan.is_collective else contextlib.nullcontext():
+def broadcast_start(rendezvous: Rendezvous, prepared: PreparedSave, text: str = "") -> str:
+    """After all processes have gathered, broadcast a text of process 0, after which they may begin their exchanges."""
+    with prepared.call.cancellation.paused() if prepared.plan.is_collective else contextlib.nullcontext():
         return rendezvous.broadcast(text)
 
 
-def require_shared(store: Store, data: str, process: int) -> None:
+def require_shared(store: Store, folder: str, process: int) -> None:
     """Raise PathNotSharedError unless this process sees the data folder that process 0 has created."""
-    if store.read(f"{data}/{WRITER}") is None:
+    if store.read(f"{folder}/{WRITER}") is None:
         raise PathNotSharedError(
-            f"process {process} does not see {store.url}/{data}, which process 0 has just created."
+            f"process {process} does not see {store.url}/{folder}, which process 0 has just created."
             " All processes must use one shared folder or object store."
         )
 
@@ -261,10 +263,10 @@ class PublishResult(msgspec.Struct, frozen=True):
     """The time in the manifest."""
 
 
-def gather_shares(rendezvous: Rendezvous, share: WrittenShare) -> list[WrittenShare]:
+def gather_shares(rendezvous: Rendezvous, written: WrittenShare) -> list[WrittenShare]:
     """The shares of all processes, in process 0. It waits for them even if it is cancelled: they may still write."""
     with rendezvous.call.cancellation.paused():
-        texts = rendezvous.gather(msgspec.json.encode(share).decode())
+        texts = rendezvous.gather(msgspec.json.encode(written).decode())
     return [typed_json.decode(text, WrittenShare) for text in texts]
 
 
@@ -284,7 +286,7 @@ def compose_manifest(
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
     contents: list[dict[str, str]] = [{} for _ in plan.stacks]
     for process, share in enumerate(shares):
-        for stack, index_key, length, digest, content in share.objects:
+        for stack, index_key, (length, digest, content) in share.objects:
             if objects[stack].setdefault(index_key, (length, digest)) != (length, digest):
                 first, *others = [draft.records[leaf].path for leaf in plan.leaves[stack]]
                 like_it = f" or one of {len(others)} others like it" if others else ""

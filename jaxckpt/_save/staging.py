@@ -155,8 +155,8 @@ def stage(
     stack_bytes: int,
     whole_shards: bool = False,
 ) -> Generator[StagedObject]:
-    """The data of each object that this process writes, except `originals`. If leaves are exchanged, makes the `calls`
-    of `exchanges`.
+    """The data of each object that this process writes. Objects in `originals` come without data, which is staged only
+    if they cannot be linked. If leaves are exchanged, makes the `calls` of `exchanges`.
 
     With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it. With
     `whole_shards`, a shard may be copied to the host for several objects at once.
@@ -535,8 +535,9 @@ class HeldObjects:
 # Staging ahead of the writing -----------------------------------------------------------------------------
 
 
-class StagedAhead:
-    """The objects in order. Iterating stages them, and `fill` as many ahead as the limits allow."""
+class StagedObjects:
+    """The objects in order. Nothing is staged until `fill` is called, which stages as many as the limits allow, or
+    until iteration begins, each step of which calls it."""
 
     def __init__(
         self,

@@ -26,12 +26,13 @@ from jaxckpt._pipeline.lanes import release_caller
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.watchdog import Watchdog
+from jaxckpt._pipeline.workers import MappedWork
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.running_saves import RunningSave
-from jaxckpt._save.staging import StagedAhead, StagedObject, stage
+from jaxckpt._save.staging import StagedObject, StagedObjects, stage
 from jaxckpt._save.write_plan import Object
-from jaxckpt._store.store import ArrayWriter
+from jaxckpt._store.store import ArrayWriter, ObjectRecord
 from jaxckpt.errors import Problem, TreeError, show_count, show_path
 
 _RETURNED_BYTES = 32 << 20
@@ -41,8 +42,8 @@ _OBJECTS_AHEAD = 4
 """A save whose caller waits stages this many objects ahead of the one that is being written."""
 
 
-StoredObject = tuple[int, str, int, str, str]
-"""Stack, grid index, length, digest and content digest of an object. The last is empty if it was not computed."""
+StoredObject = tuple[int, str, ObjectRecord]
+"""Stack, grid index and record of an object."""
 
 
 class WrittenShare(msgspec.Struct, frozen=True):
@@ -70,129 +71,130 @@ class WrittenShare(msgspec.Struct, frozen=True):
 class OwnShare:
     """The share of this process in a save: stages it, writes it, and remembers what a later save may reuse."""
 
-    save: PreparedSave
+    prepared: PreparedSave
     running: RunningSave
-    in_background: bool
-    """Whether the caller waits only until everything is staged."""
+    holds_data: bool
+    """Whether all data is kept safe from changes to the leaves, because the caller waits only until it is staged."""
 
     display: Report
     _copied_bytes: int = 0
     _written: list[tuple[Object, WrittenObject]] = field(default_factory=list["tuple[Object, WrittenObject]"])
 
-    def stage_ahead(
+    def staged_objects(
         self,
         calls: CollectiveCalls[Any, Any] | None = None,
         with_others: Callable[[Generator[StagedObject]], Generator[StagedObject]] | None = None,
-    ) -> StagedAhead:
-        """The data that this process writes. When all of it is staged, the leaves are released.
+    ) -> StagedObjects:
+        """The data that this process writes. Nothing is staged yet. After all of it is staged, the leaves are released.
 
         Makes the `calls` in which the processes exchange leaves. `with_others` adds the data that other processes send.
         """
-        save, options, in_background = self.save, self.save.options, self.in_background
+        prepared, options, holds_data = self.prepared, self.prepared.options, self.holds_data
         own = stage(
-            save.plan,
-            save.draft,
-            save.reuse.originals,
+            prepared.plan,
+            prepared.draft,
+            prepared.reuse.originals,
             calls,
-            hold=in_background,
+            hold=holds_data,
             stack_bytes=options.host_bytes // 2,
-            whole_shards=in_background and options.staging_bytes is None,
+            whole_shards=holds_data and options.staging_bytes is None,
         )
         if options.non_finite != "ignore":
-            own = checked(save, own)
-        held = None if save.plan.is_collective else save.request.held
-        if held is not None and in_background:
+            own = checked(prepared, own)
+        held = None if prepared.plan.is_collective else prepared.request.held
+        if held is not None and holds_data:
             own = held.keep(own)
         elif held is not None:
             held.keep_nothing()
         if with_others is not None:
             own = with_others(own)
-        return StagedAhead(
-            self._releasing(own, frees_leaves=in_background or held is None),
-            save.call.phases,
-            max_objects=None if in_background else _OBJECTS_AHEAD,
-            max_bytes=options.staging_bytes if in_background else options.host_bytes // 2,
-            check=save.call.cancellation.check,
+        return StagedObjects(
+            self._then_release_leaves(own, frees_leaves=holds_data or held is None),
+            prepared.call.phases,
+            max_objects=None if holds_data else _OBJECTS_AHEAD,
+            max_bytes=options.staging_bytes if holds_data else options.host_bytes // 2,
+            check=prepared.call.cancellation.check,
         )
 
-    def _releasing(self, staged: Generator[StagedObject], *, frees_leaves: bool) -> Generator[StagedObject]:
+    def _then_release_leaves(self, staged: Generator[StagedObject], *, frees_leaves: bool) -> Generator[StagedObject]:
         """The objects. After the last one, the leaves are not needed any more, and the caller is released."""
         yield from staged
         if frees_leaves:
-            self.save.draft.values.clear()
+            self.prepared.draft.values.clear()
         self.running.is_staged = True
-        if self.in_background:
+        if self.holds_data:
             release_caller()
 
-    def write(self, data: str, ahead: StagedAhead) -> WrittenShare:
+    def write(self, folder: str, objects: StagedObjects) -> WrittenShare:
         """Write the objects as their data arrives, and the state, into a data folder. Returns what process 0 needs."""
-        save, state = self.save, None
-        with save.call.phases.timed("write"):
-            self._write_objects(data, ahead)
-            if save.state is not None:
-                name = f"{data}/{manifests.state_file_name(save.call.index)}"
-                with save.call.watchdog.operation(f"writing to {save.store.url}"):
-                    save.store.put(name, save.state, sync=save.options.sync)
-                state = len(save.state), hashlib.sha256(save.state).hexdigest()
-        save.call.cancellation.check()
-        self._copied_bytes = ahead.copied_bytes
+        prepared, state = self.prepared, None
+        with prepared.call.phases.timed("write"):
+            self._write_objects(folder, objects)
+            if prepared.state is not None:
+                name = f"{folder}/{manifests.state_file_name(prepared.call.index)}"
+                with prepared.call.watchdog.operation(f"writing to {prepared.store.url}"):
+                    prepared.store.put(name, prepared.state, sync=prepared.options.sync)
+                state = len(prepared.state), hashlib.sha256(prepared.state).hexdigest()
+        prepared.call.cancellation.check()
+        self._copied_bytes = objects.copied_bytes
         unlinked = Counter[str]()
-        for _, record in self._written:
-            if record.unlinked:
-                unlinked[record.unlinked] += record.length
+        for _, written in self._written:
+            if written.unlinked:
+                unlinked[written.unlinked] += written.record.length
         return WrittenShare(
-            [(obj.stack, obj.index_key, record.length, record.digest, record.content) for obj, record in self._written],
-            sum(record.length for _, record in self._written if record.linked),
+            [(obj.stack, obj.index_key, written.record) for obj, written in self._written],
+            sum(written.record.length for _, written in self._written if written.linked),
             state,
-            save.call.phases.manifest_seconds(),
+            prepared.call.phases.manifest_seconds(),
             socket.gethostname(),
             unlinked,
         )
 
-    def _write_objects(self, data: str, ahead: StagedAhead) -> None:
+    def _write_objects(self, folder: str, objects: StagedObjects) -> None:
         """Write the objects as they arrive, and sync their folders."""
-        save, written = self.save, self._written
-        store, phases, watchdog = save.store, save.call.phases, save.call.watchdog
-        reuse = save.reuse
+        prepared, reuse = self.prepared, self.prepared.reuse
+        store, phases, watchdog = prepared.store, prepared.call.phases, prepared.call.watchdog
         if reuse.compares and reuse.base is None:
             with watchdog.operation(f"reading the checkpoint before {store.url}"):
                 reuse = reuse.with_stored_base()
-        writer = _Writer(save, reuse, data, self.running.rate_limiter)
-        budget = Budget(save.options.host_bytes)
-        moved = pipeline(ahead, writer.n_bytes, writer.begin, budget, join=True)
+        writer = _Writer(prepared, reuse if reuse.may_link else None, folder, self.running.rate_limiter)
+        budget = Budget(prepared.options.host_bytes)
+        moved = pipeline(objects, writer.n_bytes, writer.begin, budget, join=True)
         with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
-            for staged, record in moved:
-                save.call.cancellation.check()
-                ahead.mark_written(staged)
+            for staged, written in moved:
+                prepared.call.cancellation.check()
+                objects.mark_written(staged)
                 self.display(staged.obj.n_bytes)
-                written.append((staged.obj, record))
-        if save.options.sync:
+                self._written.append((staged.obj, written))
+        if prepared.options.sync:
             with phases.timed("sync"), watchdog.operation(f"syncing {store.url}"):
                 indices: dict[int, list[tuple[int, ...]]] = {}
-                for obj, _ in written:
+                for obj, _ in self._written:
                     indices.setdefault(obj.stack, []).append(obj.index)
                 for stack, stack_indices in indices.items():
-                    store.sync_folders(data, save.plan.stacks[stack], stack_indices)
+                    store.sync_folders(folder, prepared.plan.stacks[stack], stack_indices)
 
     def free(self) -> None:
         """When nothing refers to the copies any more, return their memory to the system."""
         if self._copied_bytes >= _RETURNED_BYTES:
-            with self.save.call.phases.timed("device_to_host"):
+            with self.prepared.call.phases.timed("device_to_host"):
                 _return_free_memory()
 
-    def remember(self, data: str) -> None:
+    def remember(self, folder: str) -> None:
         """After the publication, remember the records of the objects for the next save."""
-        if self.save.reuse.cache is not None:
-            self.save.reuse.remember(data, self.save.plan.stacks, self._written)
+        if self.prepared.reuse.cache is not None:
+            self.prepared.reuse.remember(folder, self.prepared.plan.stacks, self._written)
 
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
     """Begins to write objects, or to link them."""
 
-    save: PreparedSave
-    reuse: Reuse
-    data: str
+    prepared: PreparedSave
+    reuse: Reuse | None
+    """None if no object can be linked to one of an earlier checkpoint."""
+
+    folder: str
     rate_limiter: RateLimiter
     array_writers: dict[int, ArrayWriter] = field(default_factory=dict[int, ArrayWriter])
     """By stack."""
@@ -203,20 +205,23 @@ class _Writer:
 
     def _array_writer(self, stack: int) -> ArrayWriter:
         if stack not in self.array_writers:
-            save = self.save
-            self.array_writers[stack] = save.store.array_writer(
-                self.data, save.plan.stacks[stack], sync=save.options.sync
+            self.array_writers[stack] = self.prepared.store.array_writer(
+                self.folder, self.prepared.plan.stacks[stack], sync=self.prepared.options.sync
             )
         return self.array_writers[stack]
 
     def begin(self, staged: StagedObject) -> _WritingObject:
-        save, obj = self.save, staged.obj
-        stack, n_bytes = save.plan.stacks[obj.stack], self.n_bytes(staged)
-        if self.rate_limiter.bytes_per_second is not None and obj not in self.reuse.originals:
-            self.rate_limiter.wait(obj.n_bytes, save.call.cancellation.check)
-        with save.call.phases.timed("device_to_host"):
-            pending, source = self.reuse.write_or_link(staged, stack, self._array_writer(obj.stack), self.data)
-        return _WritingObject(n_bytes, pending, source, save.call.watchdog, save.store.url)
+        prepared, reuse, obj = self.prepared, self.reuse, staged.obj
+        writer, n_bytes = self._array_writer(obj.stack), self.n_bytes(staged)
+        if self.rate_limiter.bytes_per_second is not None and (reuse is None or obj not in reuse.originals):
+            self.rate_limiter.wait(obj.n_bytes, prepared.call.cancellation.check)
+        with prepared.call.phases.timed("device_to_host"):  # waits for the copy from the device
+            if reuse is not None:
+                pending, source = reuse.write_or_link(staged, prepared.plan.stacks[obj.stack], writer, self.folder)
+            else:
+                source = staged.data()
+                pending = MappedWork(writer.write(obj.index, source), _as_written)
+        return _WritingObject(n_bytes, pending, source, prepared.call.watchdog, prepared.store.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,29 +246,33 @@ class _WritingObject:
             return self.pending.result()
 
 
+def _as_written(pending: Pending[ObjectRecord]) -> WrittenObject:
+    return WrittenObject(pending.result())
+
+
 # NaN and infinity -----------------------------------------------------------------------------------------
 
 _BLOCK = 1 << 20
 """Elements that are checked at a time."""
 
 
-def checked(save: PreparedSave, staged: Generator[StagedObject]) -> Generator[StagedObject]:
+def checked(prepared: PreparedSave, staged: Generator[StagedObject]) -> Generator[StagedObject]:
     """The objects, each of which is checked when its data is in host memory, as `Options.non_finite` says."""
     warned = set[int]()  # the leaves that were named before
-    return (replace(one, check=functools.partial(_check, save, one.obj.stack, warned)) for one in staged)
+    return (replace(one, check=functools.partial(_check, prepared, one.obj.stack, warned)) for one in staged)
 
 
-def _check(save: PreparedSave, stack: int, warned: set[int], pieces: Pieces) -> None:
+def _check(prepared: PreparedSave, stack: int, warned: set[int], pieces: Pieces) -> None:
     for row, count in _counts(pieces).items():
-        leaf = save.plan.leaves[stack][row]
-        path = save.draft.records[leaf].path
+        leaf = prepared.plan.leaves[stack][row]
+        path = prepared.draft.records[leaf].path
         reason = f"has {show_count(count, 'value')} that {'is' if count == 1 else 'are'} NaN or infinite in one object"
-        if save.options.non_finite == "error":
+        if prepared.options.non_finite == "error":
             remedy = 'Options(non_finite="warn") saves it nevertheless'
-            raise TreeError.of(f"{save.store.url} was not saved", [Problem(path, reason, remedy)])
+            raise TreeError.of(f"{prepared.store.url} was not saved", [Problem(path, reason, remedy)])
         if leaf not in warned:
             warned.add(leaf)
-            _log.warning("%s: %s %s", save.store.url, show_path(path), reason)
+            _log.warning("%s: %s %s", prepared.store.url, show_path(path), reason)
 
 
 def _counts(pieces: Pieces) -> dict[int, int]:

@@ -42,11 +42,11 @@ def niceness():
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 def begin_again():
-    watchdog.in_background = False  # somebody waits
+    watchdog.yields_processors = False  # somebody waits
     return submit(niceness).result(30)
 
 watchdog = Watchdog(60)
-watchdog.in_background = True
+watchdog.yields_processors = True
 before = niceness()
 with under(watchdog):
     assert submit(begin_again).result(30) >= before

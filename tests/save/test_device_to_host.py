@@ -23,7 +23,7 @@ import jaxckpt
 from jaxckpt._devices import device_to_host, shardings
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._save import staging
-from jaxckpt._save.staging import StagedAhead
+from jaxckpt._save.staging import StagedObjects
 
 Save = Callable[..., Any]
 
@@ -124,7 +124,7 @@ def test_a_copied_shard_is_freed_with_its_last_object(tmp_path: Path, monkeypatc
     shards: list[weakref.ref[Any]] = []
     staged_bytes: list[int] = []
     alive: list[int] = []
-    make, written = device_to_host.HostShard.__init__, StagedAhead.mark_written
+    make, written = device_to_host.HostShard.__init__, StagedObjects.mark_written
 
     def counted(self: Any, array: Any) -> None:
         make(self, array)
@@ -136,7 +136,7 @@ def test_a_copied_shard_is_freed_with_its_last_object(tmp_path: Path, monkeypatc
         written(self, one)
 
     monkeypatch.setattr(device_to_host.HostShard, "__init__", counted)
-    monkeypatch.setattr(StagedAhead, "mark_written", noted)
+    monkeypatch.setattr(StagedObjects, "mark_written", noted)
     SAVES["save_async"](tmp_path / "c", {"x": numbers((64, 128)), "y": numbers((64, 128))})
     assert len(shards) == 2
     assert staged_bytes == [OBJECT_BYTES] * 16

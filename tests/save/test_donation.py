@@ -154,7 +154,7 @@ def test_small_arrays_that_share_memory_with_numpy_are_cast_at_once(tmp_path: Pa
 def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
     held, most = 0, 0
-    pieces, landed = _staging._stage_pieces, jaxckpt._save.staging.StagedAhead.mark_written
+    pieces, landed = _staging._stage_pieces, jaxckpt._save.staging.StagedObjects.mark_written
 
     def count(*arguments: Any, **named: Any) -> Any:
         nonlocal held, most
@@ -169,7 +169,7 @@ def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.Mo
         landed(self, one)
 
     monkeypatch.setattr(_staging, "_stage_pieces", count)
-    monkeypatch.setattr(jaxckpt._save.staging.StagedAhead, "mark_written", uncount)
+    monkeypatch.setattr(jaxckpt._save.staging.StagedObjects, "mark_written", uncount)
     mesh = jax.make_mesh((8,), ("a",))
     x = jax.device_put(np.arange(1 << 22, dtype=np.float32).reshape(64, -1), NamedSharding(mesh, P("a")))
     options = jaxckpt.Options(staging_bytes=4 << 20, object_bytes=1 << 20, host_bytes=16 << 20)
