@@ -72,14 +72,14 @@ def _destination(wanted_range: WantedRange, stack: Stack, process: int) -> LeafD
     form = wanted_range.form
     sharding = form.sharding
     assert not isinstance(sharding, PlannedSharding), "plans have these, and read nothing"
-    boxes = wanted_range.boxes.by_process.get(process, ())
-    is_whole = wanted_range.boxes.are_whole and len(boxes) > 0
+    boxes = wanted_range.leaf_boxes.by_process.get(process, ())
+    is_whole = wanted_range.leaf_boxes.are_whole and len(boxes) > 0
     if sharding is None or is_whole:
         shardings = ((sharding,),) * len(boxes)
     else:
         shardings_by_box = local_boxes(sharding, stack.shape)
         shardings = tuple(tuple(shardings_by_box[box]) for box in boxes)
-    return LeafDestination(boxes, shardings, is_whole, wanted_range.boxes.block_rows)
+    return LeafDestination(boxes, shardings, is_whole, wanted_range.leaf_boxes.block_rows)
 
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
@@ -154,24 +154,24 @@ class LeafBuilder:
         arrays: list[Any] = []
         transfer = _DevicePut()
         with infrequent_gc():
-            for run, filled in zip(step.runs, buffers, strict=True):
-                for leaves in self._leaves(run):
+            for want, filled in zip(step.wants, buffers, strict=True):
+                for leaves in self._leaves(want):
                     # Boxes that only other processes need were read for them.
-                    own = [run.boxes.index(box) for box in leaves.destination.boxes]
-                    if run.streamed:
+                    own = [want.boxes.index(box) for box in leaves.destination.boxes]
+                    if want.streamed:
                         self._finish_streamed(leaves, own)
                     elif own:
-                        start, stop = (row - run.rows[0] for row in leaves.rows)
+                        start, stop = (row - want.rows[0] for row in leaves.rows)
                         arrays.extend(self._create(leaves, [filled[box][start:stop] for box in own], transfer))
             arrays.extend(self._run(transfer))
         return arrays
 
-    def _leaves(self, run: WantedRows) -> Iterator[_Leaves]:
-        forms = self._wants.by_stack[run.stack]
-        for (start, stop), form in row_ranges({row: forms[row] for row in range(*run.rows)}):
+    def _leaves(self, want: WantedRows) -> Iterator[_Leaves]:
+        forms = self._wants.by_stack[want.stack]
+        for (start, stop), form in row_ranges({row: forms[row] for row in range(*want.rows)}):
             numbers = [forms[row][0] for row in range(start, stop)]
-            destination = self._destinations[read_key(form, run.stack)]
-            yield _Leaves(numbers, (start, stop), run.stack, form, destination)
+            destination = self._destinations[read_key(form, want.stack)]
+            yield _Leaves(numbers, (start, stop), want.stack, form, destination)
 
     def _create(self, leaves: _Leaves, buffers: Sequence[Array], transfer: _DevicePut) -> list[Any]:
         """Create the values of leaves from the buffers of their boxes, or add them to the transfer, which will create
@@ -228,8 +228,8 @@ class LeafBuilder:
 
     def stream(self, step: ReadStep, at: tuple[int, int], region: Box, data: Array) -> dict[Any, Any]:
         """Copy a part of a large box to its devices, into the array that collects the parts there."""
-        run, number = at
-        box = step.runs[run].boxes[number]
+        want, box_number = at
+        box = step.wants[want].boxes[box_number]
         receiving: dict[Any, Any] = {}
         for offset, row in enumerate(range(*region[0])):
             _, form = self._wants.by_stack[step.stack][row]
@@ -238,7 +238,7 @@ class LeafBuilder:
                 continue
             devices = destination.shardings[destination.boxes.index(box)]
             piece = _cast(data[offset], form)
-            key = (step.stack, row, number)
+            key = (step.stack, row, box_number)
             if region[1:] == box:
                 arrays = jax.device_put([piece] * len(devices), list(devices))
             else:

@@ -54,7 +54,7 @@ SMALL_BYTES = 1 << 20
 
 
 Buffers = list[list[Array]]
-"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]. Empty for a streamed run."""
+"""For each want of a step, the buffer of each box: [rows of the want, *sides of the box]. Empty for a streamed want."""
 
 
 class Delivery(Protocol):
@@ -65,7 +65,7 @@ class Delivery(Protocol):
         ...
 
     def stream(self, step: ReadStep, at: tuple[int, int], region: Box, data: Array) -> dict[Any, Any]:
-        """Take a part of a box without a buffer, (run, box). Returns the device arrays that receive it."""
+        """Take a part of a box without a buffer, (want, box). Returns the device arrays that receive it."""
         ...
 
 
@@ -266,38 +266,38 @@ class StepBuffers:
         self._delivery = delivery
         self._n_reads_left = len(step.reads)
         self._block, arrays = memory.allocate(
-            [form for run in step.runs if run.is_transient for form in self._forms(run)]
+            [form for want in step.wants if want.is_transient for form in self._forms(want)]
         )
         transient = iter(arrays)
         self._buffers: Buffers = [
             []
-            if run.streamed
-            else [next(transient) if run.is_transient else aligned_empty(*form) for form in self._forms(run)]
-            for run in step.runs
+            if want.streamed
+            else [next(transient) if want.is_transient else aligned_empty(*form) for form in self._forms(want)]
+            for want in step.wants
         ]
 
-    def _forms(self, run: WantedRows) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        dtype = self.dtype if run.dtype is None else run.dtype
-        return [(extent(run.buffer_box(box)), dtype) for box in range(len(run.boxes))]
+    def _forms(self, want: WantedRows) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        dtype = self.dtype if want.dtype is None else want.dtype
+        return [(extent(want.buffer_box(box)), dtype) for box in range(len(want.boxes))]
 
     def views(self, region: Region) -> Iterator[tuple[Box, Array]]:
         """The part of each buffer that a region serves."""
         for at in region.serves:
-            common = common_box(self.step.runs, region, at)
+            common = common_box(self.step.wants, region, at)
             yield common, self._view(at, common)
 
     def _view(self, at: tuple[int, int], box: Box) -> Array:
         """A box of the stack in a buffer."""
-        run, number = at
-        return self._buffers[run][number][slices_within(box, self.step.runs[run].buffer_box(number))]
+        want, box_number = at
+        return self._buffers[want][box_number][slices_within(box, self.step.wants[want].buffer_box(box_number))]
 
     def scatter(self, region: Region, source: Array) -> dict[Any, Any]:
         """Copy a separate region to its buffers. Returns the device arrays that will hold it."""
         sent: dict[Any, Any] = {}
         for at in region.serves:
-            common = common_box(self.step.runs, region, at)
+            common = common_box(self.step.wants, region, at)
             data = source[slices_within(common, region.box)]
-            if self.step.runs[at[0]].streamed:
+            if self.step.wants[at[0]].streamed:
                 sent.update(self._delivery.stream(self.step, at, common, data))
             else:
                 assign(self._view(at, common), data)

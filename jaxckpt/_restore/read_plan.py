@@ -1,4 +1,19 @@
-"""The plan of a restore: which boxes of which stacks are read together, and into which buffers. Pure data."""
+"""The plan of a restore: which boxes of which stacks are read together, and into which buffers. Nothing is read here.
+
+From a leaf to its bytes:
+
+    LeafForm       how a leaf is restored: its dtype, its sharding                              (`resolve`)
+    WantedRange    consecutive rows of a stack whose leaves have one form                       (`wants`)
+    WantedRows     a want: the boxes that one process needs of each of these rows
+    ReadStep       wants whose buffers are filled and delivered together, one buffer for each box of a want
+    Read           a part of a step: the unit of memory in flight, as one or more regions
+    Region         a box of the stack, and the buffers that it fills; other memory first if it is separate
+    target         a region and the array for it, which the store's reader fills chunk by chunk (`ArrayReader`)
+
+Four leaves [8, 6] in rows 0 to 3 of a stack, of which this process needs the columns 0 to 2, are one want with one box
+and one buffer [4, 8, 3]. It is one region if its chunks fit the limit of a read, otherwise a region for each row of
+chunks or less. When the last read of the step has ended, each leaf's array is created from its row of the buffer.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +74,7 @@ class WantedRows:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box that is read in one request, and the buffers (run, box) that it serves."""
+    """A box that is read in one request, and the buffers (want, box) that it serves."""
 
     box: Box
     serves: tuple[tuple[int, int], ...]
@@ -94,8 +109,9 @@ class ReadStep:
     """Buffers that are filled, delivered and released together."""
 
     stack: int
-    runs: tuple[WantedRows, ...]
-    """Each has other wants than the one before. Each box of a run has one buffer for all its rows."""
+    wants: tuple[WantedRows, ...]
+    """Each is unlike the one before. Each box of a want has one buffer for all its rows. They do not say which leaves
+    are in these rows: the delivery finds these by stack and row."""
 
     reads: tuple[Read, ...]
 
@@ -182,25 +198,25 @@ def _units(chunk_rows: int, wants: Sequence[WantedRows]) -> Iterator[list[Wanted
 
 
 def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_bytes: int, max_bytes: int) -> ReadStep:
-    """The step for these wants of a stack. Adjacent equal wants become one run, and runs are cut into regions."""
-    runs: list[WantedRows] = []
+    """The step for these wants of a stack. Adjacent wants that are alike become one, and all are cut into regions."""
+    joined: list[WantedRows] = []
     for want in wants:
-        form = want.boxes, want.dtype, want.keeps_buffers
-        run = want
-        if runs and (last := runs[-1]).rows[1] == want.rows[0] and (last.boxes, last.dtype, last.keeps_buffers) == form:
-            run = replace(want, rows=(runs.pop().rows[0], want.rows[1]))
+        kind, new = (want.boxes, want.dtype, want.keeps_buffers), want
+        last = joined[-1] if joined else None
+        if last and last.rows[1] == want.rows[0] and (last.boxes, last.dtype, last.keeps_buffers) == kind:
+            new = replace(want, rows=(joined.pop().rows[0], want.rows[1]))
         if not want.keeps_buffers and _bytes(stack, want) > max_buffer_bytes:
-            run = replace(run, streamed=True)
-        runs.append(run)
+            new = replace(new, streamed=True)
+        joined.append(new)
     regions: list[Region] = []
-    for together in _sharing_chunks(runs, stack.chunk[0]):
-        targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
-        boxes = [runs[run].buffer_box(box) for run, box in targets]
+    for together in _sharing_chunks(joined, stack.chunk[0]):
+        targets = [(number, box) for number in together for box in range(len(joined[number].boxes))]
+        boxes = [joined[number].buffer_box(box) for number, box in targets]
         for box, served in cut_at_chunks(boxes, stack.chunk):
-            regions.append(_region(runs, box, [targets[i] for i in served]))
+            regions.append(_region(joined, box, [targets[i] for i in served]))
     n_bytes = sum(want.n_elements for want in wants) * stack.itemsize
-    held_bytes = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.is_transient)
-    return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, max_bytes)), n_bytes, held_bytes)
+    held_bytes = sum((want.rows[1] - want.rows[0]) * _bytes(stack, want) for want in joined if want.is_transient)
+    return ReadStep(number, tuple(joined), tuple(_reads(stack, joined, regions, max_bytes)), n_bytes, held_bytes)
 
 
 def _itemsize(stack: Stack, rows: WantedRows) -> int:
@@ -212,22 +228,22 @@ def _bytes(stack: Stack, rows: WantedRows) -> int:
     return sum(map(volume, rows.boxes)) * _itemsize(stack, rows)
 
 
-def _region(runs: Sequence[WantedRows], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
-    converted = any(runs[run].dtype is not None or runs[run].streamed for run, _ in serves)
+def _region(wants: Sequence[WantedRows], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
+    converted = any(wants[number].dtype is not None or wants[number].streamed for number, _ in serves)
     return Region(box, tuple(serves), converted)
 
 
-def _reads(stack: Stack, runs: Sequence[WantedRows], regions: list[Region], max_bytes: int) -> Iterator[Read]:
+def _reads(stack: Stack, wants: Sequence[WantedRows], regions: list[Region], max_bytes: int) -> Iterator[Read]:
     """The regions of a step: joined if they are small, otherwise cut at the borders of objects and chunks."""
     if sum(_stored_bytes(stack, region.box) for region in regions) <= max_bytes:
-        yield _read(stack, runs, regions)
+        yield _read(stack, wants, regions)
         return
     # Data in one object is read together as far as it fits, because tensorstore merges it into few requests.
     by_object: dict[tuple[int, ...], list[Region]] = {}
     grids = (stack.object, stack.chunk)
     for region in regions:
         for box in cut_down(region.box, grids, lambda box: _stored_bytes(stack, box) <= max_bytes):
-            clipped = _clipped(runs, region, box)
+            clipped = _clipped(wants, region, box)
             if clipped is not None:
                 index = tuple(start // side for (start, _), side in zip(clipped.box, stack.object, strict=True))
                 by_object.setdefault(index, []).append(clipped)
@@ -236,20 +252,20 @@ def _reads(stack: Stack, runs: Sequence[WantedRows], regions: list[Region], max_
     for _, object_regions in sorted(by_object.items()):
         sizes = [_stored_bytes(stack, region.box) for region in object_regions]
         if group and group_bytes + sum(sizes) > max_bytes:
-            yield _read(stack, runs, group)
+            yield _read(stack, wants, group)
             group, group_bytes = [], 0
         for region, size in zip(object_regions, sizes, strict=True):
             if group and group_bytes + size > max_bytes:
-                yield _read(stack, runs, group)
+                yield _read(stack, wants, group)
                 group, group_bytes = [], 0
             group.append(region)
             group_bytes += size
-    yield _read(stack, runs, group)
+    yield _read(stack, wants, group)
 
 
-def _read(stack: Stack, runs: Sequence[WantedRows], regions: Sequence[Region]) -> Read:
-    n_elements = sum(volume(common_box(runs, region, at)) for region in regions for at in region.serves)
-    held_bytes = sum(_stored_bytes(stack, region.box) + _staged_bytes(stack, runs, region) for region in regions)
+def _read(stack: Stack, wants: Sequence[WantedRows], regions: Sequence[Region]) -> Read:
+    n_elements = sum(volume(common_box(wants, region, at)) for region in regions for at in region.serves)
+    held_bytes = sum(_stored_bytes(stack, region.box) + _staged_bytes(stack, wants, region) for region in regions)
     return Read(tuple(regions), n_elements * stack.itemsize, held_bytes)
 
 
@@ -259,36 +275,36 @@ def _stored_bytes(stack: Stack, box: Box) -> int:
     return chunks * math.prod(stack.chunk) * stack.itemsize
 
 
-def common_box(runs: Sequence[WantedRows], region: Region, at: tuple[int, int]) -> Box:
+def common_box(wants: Sequence[WantedRows], region: Region, at: tuple[int, int]) -> Box:
     """The part of a buffer that a region serves."""
-    common = intersection(region.box, runs[at[0]].buffer_box(at[1]))
+    common = intersection(region.box, wants[at[0]].buffer_box(at[1]))
     assert common is not None
     return common
 
 
-def _clipped(runs: Sequence[WantedRows], region: Region, box: Box) -> Region | None:
+def _clipped(wants: Sequence[WantedRows], region: Region, box: Box) -> Region | None:
     """The part of a region in `box`; None if nothing of it is needed."""
-    boxes = {at: common for at in region.serves if (common := intersection(box, runs[at[0]].buffer_box(at[1])))}
-    return _region(runs, hull(boxes.values()), list(boxes)) if boxes else None
+    boxes = {at: common for at in region.serves if (common := intersection(box, wants[at[0]].buffer_box(at[1])))}
+    return _region(wants, hull(boxes.values()), list(boxes)) if boxes else None
 
 
-def _staged_bytes(stack: Stack, runs: Sequence[WantedRows], region: Region) -> int:
+def _staged_bytes(stack: Stack, wants: Sequence[WantedRows], region: Region) -> int:
     """Bytes of a region that is read into separate memory, and of data that is cast on its way to a device."""
     if not region.is_separate(shares_chunks=False):
         return 0
     cast = [
-        volume(common_box(runs, region, at)) * _itemsize(stack, runs[at[0]])
+        volume(common_box(wants, region, at)) * _itemsize(stack, wants[at[0]])
         for at in region.serves
-        if runs[at[0]].streamed and runs[at[0]].dtype is not None
+        if wants[at[0]].streamed and wants[at[0]].dtype is not None
     ]
     return volume(region.box) * stack.itemsize + sum(cast)
 
 
-def _sharing_chunks(runs: Sequence[WantedRows], chunk_rows: int) -> Iterator[list[int]]:
+def _sharing_chunks(wants: Sequence[WantedRows], chunk_rows: int) -> Iterator[list[int]]:
     """Runs, by number, in groups such that no two groups touch the same row of chunks."""
     group: list[int] = []
-    for number, run in enumerate(runs):
-        if group and run.rows[0] // chunk_rows > (runs[group[-1]].rows[1] - 1) // chunk_rows:
+    for number, want in enumerate(wants):
+        if group and want.rows[0] // chunk_rows > (wants[group[-1]].rows[1] - 1) // chunk_rows:
             yield group
             group = []
         group.append(number)

@@ -539,9 +539,7 @@ def _fetch_stored(
         if reads.rounds:
             digest = wants_digest(wants.layouts_for(process), options.host_bytes)
             read_shared(source, reads.rounds, digest, options, builder, report, rendezvous)
-        arrived = None
-        if arrivals is not None:
-            arrived = until_read.enter_context(arrivals(reads_of(reads.steps), options, rendezvous))
+        arrived = arrivals and until_read.enter_context(arrivals(reads_of(reads.steps), options, rendezvous))
         run_steps(source, reads.steps, options, builder, report, arrived)
     builder.create_unread_leaves()
     return builder.values

@@ -97,12 +97,12 @@ class WantedRange:
     stack: int
     rows: tuple[int, int]
     form: LeafForm
-    boxes: LeafBoxes
+    leaf_boxes: LeafBoxes
 
     def rows_for(self, process: int) -> WantedRows:
         """What a process needs of these rows."""
-        boxes = self.boxes.by_process.get(process, ())
-        return WantedRows(self.stack, self.rows, boxes, self.form.cast, self.boxes.keeps_buffers)
+        boxes = self.leaf_boxes.by_process.get(process, ())
+        return WantedRows(self.stack, self.rows, boxes, self.form.cast, self.leaf_boxes.keeps_buffers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,15 +68,15 @@ def executed(stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> dict[tuple[i
     for step in steps:
         stack = stacks[step.stack]
         stored = np.arange(math.prod(stack.array_shape)).reshape(stack.array_shape)
-        for number, run in enumerate(step.runs):
-            for place, box in enumerate(run.boxes):
-                held = (run.rows, *box)
+        for number, want in enumerate(step.wants):
+            for place, box in enumerate(want.boxes):
+                held = (want.rows, *box)
                 buffer = np.full(_grid.extent(held), -1)
                 for region in regions_of(step):
                     common = _grid.intersection(region.box, held)
                     if (number, place) in region.serves and common is not None:
                         buffer[_grid.slices_within(common, held)] = stored[tuple(slice(*side) for side in common)]
-                for offset, row in enumerate(range(*run.rows)):
+                for offset, row in enumerate(range(*want.rows)):
                     assert (step.stack, row, box) not in filled
                     filled[step.stack, row, box] = buffer[offset]
     return filled
@@ -131,7 +131,7 @@ def test_a_step_stays_within_its_limit_unless_it_is_one_row_of_chunks(
     wanted = sum(_grid.volume((want.rows, *box)) * 4 for want in wants for box in want.boxes)
     assert sum(step.n_bytes for step in steps) == wanted
     for step in steps:
-        chunk_rows = {row // stacks[step.stack].chunk[0] for run in step.runs for row in range(*run.rows)}
+        chunk_rows = {row // stacks[step.stack].chunk[0] for want in step.wants for row in range(*want.rows)}
         assert step.n_bytes <= host_bytes // 4 or len(chunk_rows) == 1
         assert sum(read.n_bytes for read in step.reads) == step.n_bytes
 
@@ -171,17 +171,17 @@ def test_leaves_on_devices_have_no_buffer_larger_than_a_read(
     stacks, wants = case
     for step in _plan.plan_steps(stacks, wants, host_bytes):
         held = 0
-        for run in step.runs:
-            row = sum(map(_grid.volume, run.boxes)) * (4 if run.dtype is None else run.dtype.itemsize)
-            assert run.streamed == (not run.keeps_buffers and row > max(1, host_bytes // 4))
-            held += 0 if run.keeps_buffers or run.streamed else row * (run.rows[1] - run.rows[0])
+        for want in step.wants:
+            row = sum(map(_grid.volume, want.boxes)) * (4 if want.dtype is None else want.dtype.itemsize)
+            assert want.streamed == (not want.keeps_buffers and row > max(1, host_bytes // 4))
+            held += 0 if want.keeps_buffers or want.streamed else row * (want.rows[1] - want.rows[0])
         assert step.held_bytes == held
 
 
 def test_equal_rows_share_a_buffer_and_a_request() -> None:
     stack = Stack("s", "float32", (8,), 6, (2, 8), (6, 8))
     (step,) = _plan.plan_steps([stack], [WantedRows(0, (row, row + 1), (((0, 8),),)) for row in range(6)], HOST_BYTES)
-    assert [run.rows for run in step.runs] == [(0, 6)]
+    assert [want.rows for want in step.wants] == [(0, 6)]
     (read,) = step.reads
     assert [(region.box, region.is_separate(shares_chunks=False)) for region in read.regions] == [
         (((0, 6), (0, 8)), False)
@@ -198,17 +198,17 @@ def test_a_region_of_one_buffer_is_read_into_it_and_others_are_staged(
         for read in step.reads:
             staged = 0
             for region in read.regions:
-                runs = [step.runs[run] for run, _ in region.serves]
+                served = [step.wants[number] for number, _ in region.serves]
                 assert region.is_separate(shares_chunks=False) == (
-                    len(region.serves) > 1 or any(run.dtype is not None or run.streamed for run in runs)
+                    len(region.serves) > 1 or any(want.dtype is not None or want.streamed for want in served)
                 )
                 if region.is_separate(shares_chunks=False):
                     staged += _grid.volume(region.box) * 4
                 else:
                     ((_, box),) = region.serves
-                    assert _grid.contains(runs[0].buffer_box(box), region.box)
+                    assert _grid.contains(served[0].buffer_box(box), region.box)
             stored = sum(chunk_bytes(stacks[step.stack], region.box) for region in read.regions)
-            cast = any(run.streamed and run.dtype is not None for run in step.runs)
+            cast = any(want.streamed and want.dtype is not None for want in step.wants)
             assert read.held_bytes == stored + staged or (cast and read.held_bytes > stored + staged)
 
 

@@ -58,7 +58,8 @@ def test_one_process_and_all_processes_give_the_same_wants(
     form = LeafForm("jax", None if cast is None else np.dtype(cast), shardings()[name])
     alone, together = wants_of(source, form, range(1)), wants_of(source, form, range(2))
     assert [part.rows_for(0) for part in alone.ranges] == [part.rows_for(0) for part in together.ranges]
-    assert [part.boxes.are_whole for part in alone.ranges] == [part.boxes.are_whole for part in together.ranges]
+    alone_boxes, together_boxes = ([part.leaf_boxes for part in wants.ranges] for wants in (alone, together))
+    assert [boxes.are_whole for boxes in alone_boxes] == [boxes.are_whole for boxes in together_boxes]
     (reads,) = plan_process_reads(alone, OPTIONS, range(1))
     assert reads == next(plan_process_reads(together, OPTIONS, range(2)))
 
