@@ -95,18 +95,23 @@ def _holds_arrays(path: str) -> bool:
     return False
 
 
-def _folders(path: str, below: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The folders below a folder by their names, each with the names in it, without what is inside of an array."""
-    names = names_or_empty(f"{path}/{below}")
-    yield below, names
-    if ".zarray" not in names:
-        for name in sorted(names):
+def _folders(path: str) -> Iterator[tuple[str, list[str]]]:
+    """The folders below a folder by their names, each with the names in it, without what is inside of an array. Does
+    not follow symbolic links, which may form a loop."""
+    waiting = [""]
+    while waiting:
+        below = waiting.pop()
+        names = names_or_empty(f"{path}/{below}")
+        yield below, names
+        if ".zarray" in names:
+            continue
+        for name in sorted(names, reverse=True):
             inner = f"{below}/{name}" if below else name
             if is_link(f"{path}/{inner}") or not is_folder(f"{path}/{inner}"):
                 continue
             # In Zarr 3, "c" has the chunks of an array, or is an array of this name in a group.
             if name != "c" or "zarr.json" not in names or is_visible_file(f"{path}/{inner}/zarr.json"):
-                yield from _folders(path, inner)
+                waiting.append(inner)
 
 
 def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
@@ -165,7 +170,8 @@ def _array_files(path: str) -> list[str]:
 
 def _array(folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], driver: Any) -> ForeignArray:
     """An array; a leaf that cannot be read if its dtype is not supported."""
-    ours = metadata.get("attributes", {}).get("jaxckpt") if driver == "zarr3" else None
+    attributes: Any = metadata.get("attributes") if driver == "zarr3" else None
+    ours: Any = attributes.get("jaxckpt") if isinstance(attributes, dict) else None
     array = described_array(folder, name, what, metadata, driver, strict=isinstance(ours, dict))
     if array is None:
         dtype = metadata.get("dtype", metadata.get("data_type"))

@@ -252,10 +252,9 @@ def require_unchanged(marks: Iterable[Mark]) -> None:
         by_files.setdefault(mark.files, []).append(mark)
     for files, group in by_files.items():
         for mark, generation in zip(group, _generations(files, [mark.path for mark in group]), strict=True):
-            if generation is None:
-                raise DataError(f"{mark.path} is missing")
-            if not _is_same(mark.generation, generation):
-                raise _replaced(mark.path)
+            if _is_same(mark.generation, generation):
+                continue
+            raise DataError(f"{mark.path} is missing") if generation is None else _replaced(mark.path)
 
 
 @contextlib.contextmanager
@@ -314,6 +313,15 @@ class SeenFiles:
         """Raise StorageError if a file is not the one that was read before."""
         if not _is_same(self._generations.setdefault(path, generation), generation):
             raise _replaced(path)
+
+    def look_at(self, paths: Sequence[str]) -> list[Mark]:
+        """The marks of local files, of which some may not exist. Raises StorageError if one is not as before."""
+        marks = [
+            Mark(path, generation, None) for path, generation in zip(paths, _generations(None, paths), strict=True)
+        ]
+        for mark in marks:
+            self.require_unchanged(mark.path, mark.generation)
+        return marks
 
 
 # In a bucket ----------------------------------------------------------------------------------------------
