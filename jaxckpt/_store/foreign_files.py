@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._pipeline.workers import note_progress
@@ -37,6 +37,9 @@ class OpenFile(abc.ABC):
     """A file to read."""
 
     path: str
+
+    gap_bytes: ClassVar[int] = 4 << 20
+    """At most so many bytes that are not needed take no longer to read than another request."""
 
     @property
     @abc.abstractmethod
@@ -63,6 +66,8 @@ class OpenFile(abc.ABC):
 class _LocalFile(OpenFile):
     path: str
     handle: int
+
+    gap_bytes: ClassVar[int] = 512 << 10
 
     @property
     def size(self) -> int:
