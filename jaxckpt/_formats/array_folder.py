@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ from jaxckpt._store.foreign_files import (
     is_folder,
     is_link,
     is_visible_file,
+    list_names,
     names_in,
     names_or_empty,
     read_small,
@@ -87,7 +88,7 @@ def _is_of_others(path: str, names: Collection[str]) -> bool:
 
 def _holds_arrays(path: str) -> bool:
     """Whether one of the folders below a folder holds an array, and none of those before it another checkpoint."""
-    for below, names in itertools.islice(_folders(path), _MAX_LOOKED_AT):
+    for below, names in itertools.islice(_folders(path, names_or_empty), _MAX_LOOKED_AT):
         if _is_of_others(below, names) or (below and MANIFEST in names) or DATABASE_FILE in names:
             return False
         if not _ARRAY_FILES.keys().isdisjoint(names):
@@ -95,13 +96,13 @@ def _holds_arrays(path: str) -> bool:
     return False
 
 
-def _folders(path: str) -> Iterator[tuple[str, list[str]]]:
+def _folders(path: str, list_folder: Callable[[str], list[str]]) -> Iterator[tuple[str, list[str]]]:
     """The folders below a folder by their names, each with the names in it, without what is inside of an array. Does
     not follow symbolic links, which may form a loop."""
     waiting = [""]
     while waiting:
         below = waiting.pop()
-        names = names_or_empty(f"{path}/{below}")
+        names = list_folder(f"{path}/{below}")
         yield below, names
         if ".zarray" in names:
             continue
@@ -144,6 +145,8 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         texts = zip(keys, folder.read_all(keys), strict=True)
     else:
         keys = _array_files(path)
+        if keys != _array_files(path):  # otherwise, arrays that have just been deleted would be left out
+            raise DataError(f"{path} changed while it was being opened")
         texts = ((key, read_small(f"{path}/{key}", 1 << 24)) for key in keys)
     arrays: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -159,9 +162,9 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _array_files(path: str) -> list[str]:
-    """The keys of the metadata of arrays and groups in a folder. Raises DataError."""
+    """The keys of the metadata of arrays and groups in a folder. Raises DataError, StorageError."""
     keys: list[str] = []
-    for number, (below, names) in enumerate(_folders(path)):
+    for number, (below, names) in enumerate(_folders(path, list_names)):
         if number == MAX_FOLDERS:
             raise DataError(f"{path} has more than {MAX_FOLDERS} folders")
         keys += [f"{below}/{file}" if below else file for file in _ARRAY_FILES if file in names]

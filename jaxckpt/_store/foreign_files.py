@@ -114,10 +114,10 @@ def opened(path: str) -> Generator[OpenFile]:
 
 def read_head(path: str, count: int) -> bytes:
     """The first bytes of a file; none if the path is not a file."""
-    if not is_visible_file(path):
-        return b""
-    with opened(path) as file:
-        return file.read(count, 0)
+    if is_visible_file(path):
+        with contextlib.suppress(DataError), opened(path) as file:  # deleted in the meantime
+            return file.read(count, 0)
+    return b""
 
 
 def read_small(path: str, limit: int) -> bytes:
@@ -241,10 +241,13 @@ class Mark:
 
 
 def marked(path: str) -> Mark:
-    """The mark that a file is now. Raises StorageError if it is not the file that was read before."""
+    """The mark that a file is now. Raises DataError if it is missing, StorageError if it is not the file that was read
+    before."""
     files = _files_of(path)
     generation = _generations(files, [path])[0]
-    if generation is not None and (seen := _seen_files()) is not None:
+    if generation is None:
+        raise DataError(f"{path} is missing")
+    if (seen := _seen_files()) is not None:
         seen.require_unchanged(path, generation)
     return Mark(path, generation, files)
 
