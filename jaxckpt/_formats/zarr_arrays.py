@@ -196,6 +196,8 @@ def described_array(
 ) -> ForeignArray | None:
     """The array that Zarr metadata of any writer describes; None if its dtype is not supported. Raises DataError."""
     dtype = metadata.get("dtype" if driver == "zarr" else "data_type")
+    if dtype is None:
+        raise DataError(f"{what} has no data type")
     if not isinstance(dtype, str) or (dtype_name_of(dtype) if driver == "zarr" else dtype) not in DTYPES:
         return None
     array = _array(folder, name, what, metadata, driver, strict=strict, clip=True)

@@ -27,7 +27,7 @@ from recorded import require_same
 
 import jaxckpt
 from jaxckpt._cli.listing import list_checkpoints
-from jaxckpt.errors import DataError, NotACheckpointError, StorageError
+from jaxckpt.errors import DataError, NotACheckpointError, StorageError, UnsupportedError
 
 W = np.arange(64, dtype=np.float32).reshape(8, 8)
 TREE = {
@@ -239,13 +239,14 @@ def test_other_folders_do_not_open_as_arrays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "metadata",
-    ["", "{", "[]", '{"shape": [-1]}', '{"shape": [9223372036854775807, 99], "chunks": [1, 1], "dtype": "<f4"}'],
+    ["", "{", "{}", "[]", '{"shape": [-1]}', '{"shape": [9223372036854775807, 99], "chunks": [1, 1], "dtype": "<f4"}'],
 )
 def test_damaged_metadata(metadata: str, tmp_path: Path) -> None:
     os.makedirs(tmp_path / "w")
     (tmp_path / "w" / ".zarray").write_text(metadata)
-    with pytest.raises(DataError):
+    with pytest.raises(DataError) as error:
         jaxckpt.load_numpy(tmp_path)
+    assert not isinstance(error.value, UnsupportedError)
 
 
 @pytest.mark.parametrize("attributes", [None, [], "text", {"jaxckpt": 3}, {"jaxckpt": {"dtype": []}}])
