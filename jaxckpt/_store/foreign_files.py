@@ -164,9 +164,13 @@ def is_folder(path: str) -> bool:
 
 
 def _mode(path: str, *, follow_symlinks: bool = True) -> int:
-    """The mode of a path; 0 if it does not exist. Raises StorageError."""
-    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return (os.stat(path) if follow_symlinks else os.lstat(path)).st_mode
+    """The mode of a path; 0 if it does not exist, or links to itself. Raises StorageError."""
+    with translate_os_errors(f"cannot look at {path}"):
+        try:
+            return (os.stat(path) if follow_symlinks else os.lstat(path)).st_mode
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
     return 0
 
 

@@ -24,6 +24,7 @@ from recorded import DATA, REAL, require_same, wanted
 
 import jaxckpt
 from jaxckpt import JaxckptError
+from jaxckpt._cli.listing import list_checkpoints
 from jaxckpt.errors import DataError, NotACheckpointError, StorageError
 
 pytest.importorskip("h5py")  # here, because its import starts a process
@@ -202,6 +203,26 @@ def test_a_checkpoint_that_vanishes_while_it_is_read(
         gone = tmp_path / "gone"
         shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     assert path.exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_symbolic_links_that_form_loops(tmp_path: Path) -> None:
+    for name in FOLDER_WRITERS:
+        put(name, tmp_path / name)
+    for folder in (tmp_path, *(tmp_path / name for name in FOLDER_WRITERS)):
+        for link, target in {"latest": ".", "up": "..", "itself": "itself", "one": "other", "other": "one"}.items():
+            (folder / link).symlink_to(target)
+    for name in FOLDER_WRITERS:
+        assert set(jaxckpt.open(tmp_path / name).leaves) == {"a", "b"}
+        assert jaxckpt.verify(tmp_path / name).ok
+        jaxckpt.convert(tmp_path / name, tmp_path / "ours", overwrite=True)
+        assert jaxckpt.diff(tmp_path / name, tmp_path / "ours").identical
+        assert [entry.format for entry in list_checkpoints(str(tmp_path / name))] == [
+            jaxckpt.open(tmp_path / name).format
+        ]
+    found = {entry.name: entry.status for entry in list_checkpoints(str(tmp_path))}
+    assert {name for name, status in found.items() if status == "ok"} == {*FOLDER_WRITERS, "ours"}
+    assert {name for name, status in found.items() if status == "unreadable"} == {"itself", "one", "other"}
 
 
 @pytest.mark.child
