@@ -42,7 +42,7 @@ from jaxckpt._sources.foreign import ForeignCheckpoint, unreadable_reason
 from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.load_manifest import load_manifest, read_copy
-from jaxckpt._store.storage_errors import retry_stale
+from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import Path, store_at
 from jaxckpt.errors import (
@@ -636,14 +636,7 @@ def _repair(store: Store, options: Options) -> list[VerifyReport]:
         return [_restore_manifest(store, options)]
     source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
     lost = run_alone(lambda: _lost_files(source, content), options.timeout_seconds)
-    changed = f"{store.url} was deleted or replaced while it was being repaired"
-    for key, text in lost.items():
-        if store.read(MANIFEST) != content:  # the file that was found is that of another manifest
-            raise NotACheckpointError(changed)
-        store.replace(key, text, sync=options.sync)
-        if store.read(MANIFEST) != content:  # a copy without a manifest would show a checkpoint that has lost it
-            store.remove(key)
-            raise NotACheckpointError(changed)
+    run_alone(lambda: _write_lost(store, lost, content, sync=options.sync), options.timeout_seconds)
     return [run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)] if lost else []
 
 
@@ -662,6 +655,19 @@ def _lost_files(source: NativeCheckpoint, content: bytes) -> dict[str, bytes]:
         if hashlib.sha256(text).hexdigest() == record.sha256 and source.store.read(key) != text:
             lost[key] = text
     return lost
+
+
+def _write_lost(store: Store, lost: Mapping[str, bytes], content: bytes, *, sync: bool) -> None:
+    """Write lost files again, if the manifest still has this content. In a lane."""
+    changed = NotACheckpointError(f"{store.url} was deleted or replaced while it was being repaired")
+    for key, text in lost.items():
+        with translate_os_errors(f"cannot lock {store.url}"), store.locked():
+            if store.read(MANIFEST) != content:  # the file that was found is that of another manifest
+                raise changed
+            store.replace(key, text, sync=sync)
+            if store.read(MANIFEST) != content:  # replaced or deleted by another host, which the lock may not reach
+                store.remove(key)  # a copy without a manifest would show a checkpoint that has lost it
+                raise changed
 
 
 def _restore_manifest(store: Store, options: Options) -> VerifyReport:

@@ -161,8 +161,8 @@ class Rendezvous:
         if self._poster is None:
             return
         original = error
-        if is_unexplained(error) and not self._has_sent and self.call.watchdog.stall_error() is None:
-            error = self._explain(error)
+        if is_unexplained(error) and not self._has_sent:
+            error = self.call.watchdog.stall_error() or self._explain(error)  # the others may have left because of it
         if self._is_failed or (error is not None and self.call.index == 0 and not self._has_broadcast):
             self.call.departures.add(*self._own_report)  # process 0 has not counted it
         if error is not None:
@@ -324,8 +324,8 @@ class Rendezvous:
                     post = "beat", heartbeat(beats := beats + 1, call.watchdog)
                 if post is None:
                     break
-                if call.watchdog.is_exchanging:  # an exchange with a process 0 that is suspended would never end
-                    self._request(functools.partial(self._set, *post))
+                if post[0] == "beat" or call.watchdog.is_exchanging:  # it never ends if process 0 is suspended
+                    self._answer(functools.partial(self._set, *post), in_exchange=True)
                 else:
                     self._set(*post)
                 if post[0] == "beat" and call.index == 0 and call.runs_service:
@@ -336,7 +336,7 @@ class Rendezvous:
             self._post_error = error
             if call.watchdog.is_exchanging and call.index != 0:
                 reason = self._service_failed(error)
-                if isinstance(error.__cause__, TimeoutError):
+                if isinstance(error.__cause__ or error, TimeoutError):
                     seconds = self._timeout_seconds(has_joined=True)
                     reason = combined_error(self._timeout_failures({0: seconds}, {0: None}), self.what)
                 call.watchdog.abandon(reason)
@@ -541,15 +541,27 @@ class Rendezvous:
         return {int(key.rpartition("/")[2]): text for key, text in posted}
 
     def _request(self, request: Callable[[], T]) -> T:
-        """The answer to a request that has no timeout of its own: of the thread that posts, or of process 0."""
+        """The answer to a request that has no timeout of its own. Raises PeerFailedError."""
         try:
-            if self.call.runs_service:
-                return request()
-            task = Task(request)  # the process that runs the service may be stopped
-            start_thread(task.run, "jaxckpt-request")
-            return task.result(self._timeout_seconds(has_joined=True))
+            return self._answer(request)
         except Exception as error:
             raise self._service_failed(error) from error
+
+    def _answer(self, request: Callable[[], T], *, in_exchange: bool = False) -> T:
+        """The answer to a request of the thread that posts, or of process 0. With `in_exchange`, it times out only
+        while the lane is in an exchange, which may begin during the request."""
+        if self.call.runs_service:
+            return request()
+        task, begun = Task(request), time.monotonic()  # the process that runs the service may be stopped
+        try:
+            start_thread(task.run, "jaxckpt-request")
+        except RuntimeError:  # Python 3.12 starts none during its shutdown
+            task.run()
+        while not task.wait(_POLL_SECONDS):
+            is_late = time.monotonic() - begun > self._timeout_seconds(has_joined=True)
+            if is_late and (self.call.watchdog.is_exchanging or not in_exchange):
+                raise TimeoutError
+        return task.result()
 
     def _service_failed(self, error: Exception) -> PeerFailedError:
         self._is_service_lost = True

@@ -323,7 +323,8 @@ class RunningSave:
         else:
             self.error = outcome
             if not (self.awaited or self._has_waiter or self.is_raised):
-                _log.error("%s failed: %s", self.name, outcome)
+                what = "was published, but its on_done failed" if self.is_published else "failed"
+                _log.error("%s %s: %s", self.name, what, outcome)
         self._seconds = self._seconds_so_far
         self._ended.set()
         self._settled.set()

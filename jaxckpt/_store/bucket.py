@@ -428,6 +428,9 @@ class Bucket:
             return note.get("state") == after
         return self._write_if_unchanged(key, generation, json.dumps({**note, "state": after}).encode())
 
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def unlock(self, handle: int) -> None:
         pass
 
@@ -760,6 +763,7 @@ class Bucket:
     def _answer(self, pending: _Request[T], seconds: float) -> T:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
+        was_silent = f"{_QUICK_SECONDS:g} s, and before that for " if self._wait_seconds(seconds) < seconds else ""
         try:
             result = self._wait(pending, seconds)
         except TimeoutError:
@@ -769,9 +773,8 @@ class Bucket:
                 _silent_until[server] = now + _SILENT_SECONDS
             raise StorageError(
                 errno.ETIMEDOUT,
-                "the server has not answered, or only with errors, for about Options.storage['retry_seconds']="
-                f"{self.retry_seconds:g}"
-                f"{self._settings_hint()}",
+                f"the server has not answered, or only with errors, for {was_silent}about"
+                f" Options.storage['retry_seconds']={self.retry_seconds:g}{self._settings_hint()}",
             ) from None
         _last_answers[self.spec, self.retry_seconds] = time.monotonic()
         return result

@@ -89,6 +89,7 @@ _REFUSED_LINK = (
     check_lengths="looking at",
     range_reader=None,
     begin_save="preparing",
+    locked=None,
     unlock="closing a file in",
     publish="publishing",
     publish_copy="publishing",
@@ -325,7 +326,7 @@ class Folder:
         """Create a data folder with its writer's note, and lock the note."""
         path, key = self._path(data), f"{data}/{WRITER}"
         _make_folders(self.folder)
-        with self._locked(), contextlib.ExitStack() as undo:
+        with self.locked(), contextlib.ExitStack() as undo:
             os.mkdir(path)
             undo.callback(remove_folder, path)
             handle = os.open(self._path(key), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
@@ -350,7 +351,7 @@ class Folder:
         close_unwritten(handle)
 
     @contextlib.contextmanager
-    def _locked(self) -> Generator[int]:
+    def locked(self) -> Generator[int]:
         """The checkpoint's folder, open and locked, so that claims, sweeps and publications exclude each other."""
         handle = retry_stale(os.open, self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -383,7 +384,7 @@ class Folder:
                 return
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
-        with self._translate_errors("publish", MANIFEST), self._locked() as handle:
+        with self._translate_errors("publish", MANIFEST), self.locked() as handle:
             # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
             by_writer = not is_data_referenced(previous, data)
             if by_writer:
@@ -407,7 +408,7 @@ class Folder:
             self.replace(f"{data}/{COPY}", manifest)
 
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
-        with self._translate_errors("publish", MANIFEST), self._locked() as handle:
+        with self._translate_errors("publish", MANIFEST), self.locked() as handle:
             self._require_note(data, COPY, damaged)
             self.remove(f"{data}/{WRITER}")  # of a writer that was killed: with a draft, it would seem unpublished
             self._put_draft(data, copy, sync=sync)
@@ -522,7 +523,7 @@ class Folder:
         with (
             self._translate_errors("delete", MANIFEST),
             contextlib.suppress(FileNotFoundError),
-            self._locked() as handle,
+            self.locked() as handle,
         ):
             for data in filter(is_data_folder, self.names()):
                 self._remove_copy(data, sync=sync)
@@ -559,7 +560,7 @@ class Folder:
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
         ignore_missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with self._translate_errors("sweep", ""), ignore_missing, self._locked():
+        with self._translate_errors("sweep", ""), ignore_missing, self.locked():
             for name in self.names():
                 if not is_data_folder(name) or name == current:
                     continue

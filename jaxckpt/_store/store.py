@@ -209,6 +209,10 @@ class Store(Protocol):
     # At every moment the path has the old checkpoint, the new one, or none. Process 0 calls these methods; in a save
     # that is spread over folders, every process does, for its own folder. Every process calls `sync_folders`.
 
+    def locked(self) -> contextlib.AbstractContextManager[object]:
+        """A block in which no other process claims, sweeps, publishes or deletes here, on stores with locks."""
+        ...
+
     def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         """Create `data-<save id>` with a note of its writer, for a save that will replace the manifest `previous`."""
         ...

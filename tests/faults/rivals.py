@@ -17,7 +17,7 @@ import jaxckpt
 
 # The moments of a save at which a saver can stop itself. Each is a function call.
 MOMENTS = {
-    "planning": ("_save.prepare", "_plan"),
+    "planning": ("_save.save", "_plan"),
     "looking at the path": ("_save.shared_path", "_previous_manifest"),
     "making its folder": ("_store.folder.Folder", "begin_save"),
     "making arrays": ("_store.transaction", "_create_arrays"),

@@ -291,6 +291,32 @@ def test_a_server_goes_back_with_the_training(run: str) -> None:
     assert followed(run, lambda checkpoints: went_back(checkpoints, 30, 20), newest=True) == [30, -30]
 
 
+def test_a_server_does_not_go_back_to_a_step_that_the_rules_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing and the lease, a newer step is published, and the rules delete the newest one listed."""
+    run, put, later = tmp_path / "run", Folder.put, [160]
+    checkpoints = jaxckpt.Checkpointer(run, options=FAST, background=False, keep_last=1, keep_every=100)
+
+    def put_late(folder: Folder, key: str, content: bytes, *, sync: bool = False) -> None:
+        if key.startswith("lease-00000150") and later:
+            checkpoints.save(step := later.pop(), state(step))
+            checkpoints.close()
+        put(folder, key, content, sync=sync)
+
+    monkeypatch.setattr(Folder, "put", put_late)
+    for step in (100, 130):
+        checkpoints.save(step, state(step))
+    seen: list[int] = []
+    for step in jaxckpt.Run(run).follow(newest=True, poll_seconds=0.01, timeout_seconds=30):
+        seen.append(step.number)
+        if seen == [130]:
+            checkpoints.save(150, state(150))
+            checkpoints.delete(130)
+    assert jaxckpt.Run(run).steps() == [100, 160]
+    assert seen == [130, 160]
+
+
 def followed(run: str, change: Callable[[jaxckpt.Checkpointer], None], *, newest: bool) -> list[int]:
     """What a follower of steps 10, 20 and 30 restores, if they change after it has restored step 30."""
     checkpoints = jaxckpt.Checkpointer(run, options=FAST, background=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -555,6 +557,34 @@ def test_repair_leaves_the_copy_of_a_step_that_changes_meanwhile(
             verify.repair(run / "00000001", jaxckpt.Options())
     monkeypatch.undo()
     assert jaxckpt.verify(run / "00000001").ok
+
+
+def test_repair_writes_no_copy_while_another_process_deletes_the_checkpoint(tmp_path: Path) -> None:
+    """A copy that is written between the first two steps of a deletion would show a checkpoint that has lost its
+    manifest."""
+    path = tmp_path / "c"
+    jaxckpt.save(path, {"w": np.ones(3)})
+    (copy,) = path.glob("data-*/manifest-copy.json")
+    copy.unlink()
+    lock = os.open(path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    errors: list[BaseException] = []
+
+    def repair_meanwhile() -> None:
+        try:
+            repair(path, jaxckpt.Options())
+        except jaxckpt.errors.NotACheckpointError as error:
+            errors.append(error)
+
+    repairing = threading.Thread(target=repair_meanwhile)
+    repairing.start()
+    repairing.join(1)
+    assert not copy.exists()
+    (path / MANIFEST).unlink()
+    os.close(lock)
+    repairing.join(30)
+    assert "deleted or replaced while it was being repaired" in str(errors[0])
+    assert not copy.exists()
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"{}")])

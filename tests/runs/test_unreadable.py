@@ -155,6 +155,15 @@ def test_a_step_that_a_bucket_refuses(bucket: Bucket) -> None:
     checkpoints.close()
 
 
+@pytest.mark.child
+def test_all_processes_pass_over_a_step_that_a_bucket_refuses(s3: Bucket, run_processes: RunProcesses) -> None:
+    filled(f"{s3.url}/refused")
+    s3.proxy.on("(GET|HEAD) .*", forbidden(s3))
+    args = {"folder": s3.url, "kinds": ["refused"]}
+    done = run_processes(PROGRAMS / "unreadable_steps.py", processes=4, devices_per_process=1, args=args)
+    assert [json.loads(one.stdout.splitlines()[-1]) for one in done] == [{"refused": [True, 20, [20.0]]}] * 4
+
+
 def forbidden(bucket: Bucket) -> Callable[[servers.Exchange], None]:
     refuse = servers.status(403, "AccessDenied")
 

@@ -275,6 +275,15 @@ def test_a_server_whose_listings_are_stale_is_refused(bucket: Bucket, listings: 
     assert same(jaxckpt.restore(f"{bucket.url}/one", options=QUICK), tree(1))
 
 
+def test_an_error_soon_after_another_says_how_long_its_own_request_has_waited(s3: Bucket) -> None:
+    options = jaxckpt.Options(storage={"retry_seconds": 0.3})
+    s3.proxy.on(".*", servers.never)
+    full, quick = "for about Options", "for 0.5 s, and before that for about Options"
+    for expected in (full, quick):
+        with pytest.raises(jaxckpt.errors.StorageError, match=f"{expected}.storage\\['retry_seconds'\\]=0.3"):
+            jaxckpt.open(f"{s3.url}/one", options=options)
+
+
 IMPATIENT = jaxckpt.Options(storage={"retry_seconds": 0.2}, timeout_seconds=1)
 LIMIT_SECONDS = 15
 """Far above the limits of `IMPATIENT`, because the machine may be busy, and far below what tensorstore's tries take: at

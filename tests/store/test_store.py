@@ -116,7 +116,7 @@ def test_waiting_for_a_lock_has_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     monkeypatch.setattr(_folder, "_LOCK_SECONDS", 0.2)
     with (
-        Folder("", str(tmp_path / "ckpt"))._locked(),
+        Folder("", str(tmp_path / "ckpt")).locked(),
         pytest.raises(jaxckpt.errors.StorageError, match="held the lock"),
     ):
         jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
