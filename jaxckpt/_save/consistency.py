@@ -24,6 +24,7 @@ from jaxckpt._devices.shardings import memory_kind, pinned_memory, processes_of
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._job.slow_processes import process_names
 from jaxckpt._model import typed_json
+from jaxckpt._options import StagingMemory
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import is_in_host_memory
 from jaxckpt._save.write_plan import SavePlan
@@ -215,20 +216,19 @@ def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
             if len(holders) > 1:
                 own = value.addressable_data(0) if process in holders else ""
                 values.append(_ComparedValue(holders, path, own, is_count=True))
-    _protect(values)
+    _protect(values, draft.staging_memory)
     return values
 
 
-def _protect(values: Sequence[_ComparedValue]) -> None:
+def _protect(values: Sequence[_ComparedValue], memory: StagingMemory) -> None:
     """Protect the values from later changes by the caller. Copies from accelerators to the host are only started: they
     end when the training steps that compute the arrays do. The other arrays are read."""
     late: list[tuple[_ComparedValue, Any]] = []
     now: list[_ComparedValue] = []
     for entry in values:
         is_remote = isinstance(entry.value, jax.Array) and not is_in_host_memory(entry.value)
-        target = (
-            pinned_memory(entry.value.sharding) if is_remote and memory_kind(entry.value.sharding) is None else None
-        )
+        is_copied = is_remote and memory_kind(entry.value.sharding) is None
+        target = pinned_memory(entry.value.sharding, memory) if is_copied else None
         if target is not None:
             late.append((entry, target))
         else:

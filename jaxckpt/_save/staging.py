@@ -161,14 +161,15 @@ def stage(
     """
     own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
     cast = bool(draft.casts)
-    copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
+    memory = draft.staging_memory
+    copies = HostCopies(memory, _shards_in_objects(plan, draft, originals) if whole_shards else None)
     for obj in plan.objects:
         if not plan.exchanged[obj.stack]:
             values = [draft.values[leaf] for leaf in plan.leaves[obj.stack][slice(*obj.box[0])]]
             dtype = DTYPES[plan.stacks[obj.stack].dtype]
             if obj in originals:
                 late = functools.partial(
-                    _stage_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, HostCopies(), cast
+                    _stage_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, HostCopies(memory), cast
                 )
                 yield StagedObject(obj, dtype, 1, [], 0, late)
             elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if cast else None):
