@@ -5,6 +5,7 @@ state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mes
 weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
 """
 
+import atexit
 import functools
 import importlib
 import threading
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from jaxckpt import rules as rules
     from jaxckpt import types as types
     from jaxckpt import weights as weights
-    from jaxckpt._arguments.leaf_types import register_leaf
+    from jaxckpt._arguments.pytree import register_leaf
     from jaxckpt._convert.convert import convert
     from jaxckpt._inspect.diff import diff
     from jaxckpt._inspect.open import Checkpoint, LazyLeaf, open
@@ -63,10 +64,10 @@ if TYPE_CHECKING:
     from jaxckpt._save.save import save, save_async
     from jaxckpt.errors import CorruptError, JaxckptError, MismatchError, Preempted
 
-lanes.exit_with_status_at_exit()  # now, so that it runs after everything that the program registers with atexit
+atexit.register(lanes.exit_with_status)  # now, so that it runs after everything that the program registers with atexit
 
 _MODULES = {
-    "_arguments.leaf_types": "register_leaf",
+    "_arguments.pytree": "register_leaf",
     "_convert.convert": "convert",
     "_inspect.diff": "diff",
     "_inspect.open": "Checkpoint LazyLeaf open",

@@ -1,24 +1,87 @@
-"""The settings of saves and restores."""
+"""The settings of saves and restores, and what they may take of the host by default."""
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import operator
 import os
+import re
 import reprlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import numpy as np
-
-from jaxckpt._host import local_processes, memory_bytes, own_cores
 from jaxckpt._keywords import explain_keywords, explain_names, hint_for_options
 from jaxckpt.errors import InputError
 
 if TYPE_CHECKING:
     from jaxckpt._pipeline.progress import Progress
+
+
+# Cores and memory -----------------------------------------------------------------------------------------
+# Several processes of a job may run on one host. Each takes its share, as far as it can be known without asking the
+# other processes: the settings are needed before a job is connected, and by programs that never connect. No process
+# could use more than its share for long anyway: all of them save, and restore, about the same number of bytes at the
+# same time.
+
+_COUNTS = (
+    "SLURM_STEP_TASKS_PER_NODE",  # of srun, as "8", or "8(x2),4" if the hosts differ
+    "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
+    "MPI_LOCALNRANKS",  # MPICH and Intel MPI
+    "PMI_LOCAL_SIZE",  # Cray
+    "LOCAL_WORLD_SIZE",  # torchrun, Ray
+)
+"""Variables of launchers that start several processes on a host. JAX, too, finds its processes only by Slurm's and
+MPI's variables, or by one process per host."""
+
+
+def local_processes(environment: Mapping[str, str]) -> int:
+    """The processes of this job on this host, or on the host that has most of them; 1 if no launcher says so."""
+    for name in _COUNTS:
+        counts = [int(text) for text in re.findall(r"\d+", re.sub(r"\(x\d+\)", "", environment.get(name, "")))]
+        if any(counts):
+            return max(counts)
+    return 1
+
+
+def own_cores(processes: int) -> int:
+    """The cores for this process: those to which it is bound, or its share of all."""
+    n_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity") and (bound := len(os.sched_getaffinity(0))) < n_cores:
+        return bound
+    return max(1, n_cores // processes)
+
+
+def memory_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own_cgroups: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory of this host, or of the container, batch job or service in which the process runs if that has a limit."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _limit_files(cgroups, own_cgroups):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+            limits.append(int(file.read_text()))
+    return min(limits)
+
+
+def _limit_files(cgroups: Path, own_cgroups: Path) -> Iterator[Path]:
+    """The files with the memory limits of the process's cgroup and of those above it, in versions 2 and 1."""
+    paths = {"": "/", "memory": "/"}
+    with contextlib.suppress(OSError, ValueError):
+        for line in own_cgroups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            paths |= {name: path for name in controllers.split(",") if name in paths}
+    for root, name, path in (
+        (cgroups, "memory.max", paths[""]),
+        (cgroups / "memory", "memory.limit_in_bytes", paths["memory"]),
+    ):
+        below = Path(path.lstrip("/"))
+        for folder in (below, *below.parents):
+            yield root / folder / name
+
+
+# Options --------------------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 
@@ -27,6 +90,9 @@ COMPRESSIONS = (None, "zstd", "blosc")
 
 CAST_POLICIES = ("safe", "unsafe")
 """The values of `Options.cast` for a leaf."""
+
+_BOOLS = ("bool", "bool_")
+"""The names of the types of Python's and NumPy's bools. NumPy is not imported, so that the command line starts soon."""
 
 CastPolicies = (
     Literal["safe", "unsafe"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Callable[[str, Any], str | None]
@@ -213,7 +279,7 @@ def options_or_default(options: Options | None) -> Options:
 def require_whole_number(value: object, what: str, *, minimum: int, maximum: int | None = None) -> int:
     """An integer of any type, including NumPy's, as an int. Raises InputError for a bool and for any other value."""
     try:
-        number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
+        number = None if type(value).__name__ in _BOOLS else operator.index(cast("Any", value))
     except TypeError:
         number = None
     if number is None or number < minimum or (maximum is not None and number > maximum):
@@ -230,7 +296,7 @@ def optional(require: Callable[..., T], value: object, what: str, **limits: int)
 
 def require_bool(value: object, what: str, where: str = "") -> bool:
     """A bool, including NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
-    if not isinstance(value, (bool, np.bool_)):
+    if type(value).__name__ not in _BOOLS:
         raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}{where}")
     return bool(value)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import processes
 import pytest
 
-from jaxckpt import Options, _host
+from jaxckpt import Options, _options
 from jaxckpt.errors import InputError
 
 GIB = 1 << 30
@@ -28,15 +28,15 @@ GIB = 1 << 30
     ],
 )
 def test_processes_of_a_host(environment: dict[str, str], processes: int) -> None:
-    assert _host.local_processes(environment) == processes
+    assert _options.local_processes(environment) == processes
 
 
 def test_cores_are_shared_or_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
-    assert [_host.own_cores(processes) for processes in (1, 8, 100)] == [64, 8, 1]
+    assert [_options.own_cores(processes) for processes in (1, 8, 100)] == [64, 8, 1]
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(12))
-    assert _host.own_cores(8) == 12
+    assert _options.own_cores(8) == 12
 
 
 @pytest.mark.parametrize("limited", ["job_7/step_0/task_0", "job_7", "."])
@@ -50,11 +50,11 @@ def test_the_memory_limit_of_a_batch_job(tmp_path: Path, version: int, limited: 
     (root / limited / name).write_text(f"{GIB}\n")
     own = tmp_path / "own"
     own.write_text(f"3:cpu,cpuacct:/\n{'4:memory' if version == 1 else '0:'}:/job_7/step_0/task_0\n")
-    assert _host.memory_bytes(tmp_path, own) == GIB
+    assert _options.memory_bytes(tmp_path, own) == GIB
 
 
 def test_without_cgroups_the_limit_is_the_memory(tmp_path: Path) -> None:
-    assert _host.memory_bytes(tmp_path, tmp_path / "none") > GIB
+    assert _options.memory_bytes(tmp_path, tmp_path / "none") > GIB
 
 
 def test_processes_that_a_launcher_started_share_the_default(run_python: processes.RunPython) -> None:

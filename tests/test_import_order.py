@@ -45,7 +45,6 @@ LAYERS = [
     "_job",
     "_pipeline",
     "_options",
-    "_host",
     "_keywords",
     "errors",
 ]
@@ -54,7 +53,6 @@ LAYERS = [
 WITHOUT_JAX = (
     "errors",
     "_keywords",
-    "_host",
     "_options",
     "_pipeline",
     "_model",

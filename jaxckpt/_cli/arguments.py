@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from jaxckpt._pipeline.units import parse_bytes
+from jaxckpt._pipeline.progress import parse_bytes
 
 SpecRule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
 """(glob of its leaves, or None for all; the entries of their PartitionSpec)."""

@@ -149,7 +149,7 @@ def spec_tree(checkpoint: Checkpoint, rules: Sequence[SpecRule], select: Sequenc
     paths = [path for path, leaf in selected(checkpoint, select).items() if leaf.kind in ("jax", "key")]
     specs: dict[str, Any] = {}
     for glob, entries in rules:
-        matched = list(filter(parse_select(glob), paths))
+        matched = paths if glob is None else list(filter(parse_select(glob), paths))
         if not matched:
             hint = unmatched_hint(glob or "", {*paths, *containers_of(paths)})
             raise InputError(f"--specs {glob or PartitionSpec(*entries)}: matches no array{hint}")

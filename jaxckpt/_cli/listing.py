@@ -27,7 +27,7 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import run_watched
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._pipeline.workers import submit
 from jaxckpt._run_folder.leases import pins
 from jaxckpt._run_folder.metrics import AddedMetrics, read_added_metrics
@@ -207,9 +207,7 @@ def _holds_checkpoints(path: str, store: Store) -> bool:
 
 
 def _entries(
-    are_checkpoints: Mapping[str, bool],
-    pinned: Mapping[str, int] | None = None,
-    added: AddedMetrics | None = None,
+    are_checkpoints: Mapping[str, bool], pinned: Mapping[str, int] | None = None, added: AddedMetrics | None = None
 ) -> list[ListingEntry]:
     """The checkpoints and runs at these paths, finished or not.
 

@@ -26,7 +26,7 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._model.paths import mask_numbers
 from jaxckpt._options import Options
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt.errors import show_count
 
 if TYPE_CHECKING:

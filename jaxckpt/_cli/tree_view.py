@@ -36,8 +36,7 @@ from jaxckpt._inspect.short_names import shorten_end, shorten_names
 from jaxckpt._model.dtypes import npy_dtype
 from jaxckpt._model.grid import show_axes, show_spec
 from jaxckpt._options import Options
-from jaxckpt._pipeline.progress import display_progress
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import display_progress, show_bytes
 from jaxckpt.errors import InputError, show_count
 
 _SHOWN_BYTES = 16 << 20
@@ -143,13 +142,7 @@ class _View:
 
 
 def _print_tree(
-    path: str,
-    checkpoint: Checkpoint,
-    leaves: Mapping[str, LazyLeaf],
-    depth: int | None,
-    view: _View,
-    *,
-    details: bool,
+    path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, view: _View, *, details: bool
 ) -> None:
     """Lines about a checkpoint, and the tree of some of its leaves."""
     lines = [*describe(checkpoint, leaves), *(_details(checkpoint) if details else ())]

@@ -209,8 +209,8 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         again = open_checkpoint(path)
         if again.save_id != checkpoint.save_id:
             raise InputError(f"{path} was saved again in the meantime, so it was not deleted")
-    if is_link(store):  # its target may belong to another run
-        store.remove_link()
+    if above is not None and is_link(store):  # its target may belong to another run
+        above[0].remove(above[1])
         print_done(f"deleted the link {path}", {"path": path, "left": []}, as_json)
         return
     if (manifest := store.read(MANIFEST)) is None:

@@ -266,8 +266,11 @@ def mesh_in_context() -> Mesh | None:
 
 @functools.cache
 def key_dtype(impl: str) -> Any:
-    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has no implementation of that name."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    """The dtype of PRNG keys of an implementation; None if JAX has no implementation of that name."""
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,4 +280,7 @@ class TypedLeaf(SavedLeaf):
     @property
     def dtype(self) -> Any:
         """Dtype that the user sees. Raises ValueError for PRNG keys of an implementation that JAX does not have."""
-        return key_dtype(self.record.impl or "") if self.kind == "key" else self.stored_dtype
+        dtype = key_dtype(self.record.impl or "") if self.kind == "key" else self.stored_dtype
+        if dtype is None:
+            raise ValueError(f"JAX has no implementation of PRNG keys that is called {self.record.impl!r}")
+        return dtype

@@ -32,7 +32,7 @@ from jaxckpt._rules.rule import Rule, captures, matching_paths, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.open_source import located, source_at
 from jaxckpt._store.foreign_files import exists, is_visible_file, read_small, using_files
-from jaxckpt._store.store_path import local_path
+from jaxckpt._store.store_path import local_path, unchecked_store_at
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_count
 
 Config = Mapping[str, Any]
@@ -114,7 +114,7 @@ def huggingface_rules(
 def read_config(folder: str | os.PathLike[str], name: str = "config.json") -> Config:
     """The configuration of a model or adapter in a folder. Raises DataError, StorageError, InputError."""
     local_path(folder, "folder, the first argument,")  # checks it
-    path, files = located(folder, Options())
+    path, files = located(unchecked_store_at(folder, Options()))
     with using_files(files):
         path = os.path.dirname(path) if is_visible_file(path) else path
         where = f"{path}/{name}"

@@ -27,7 +27,7 @@ from jaxckpt._store.foreign_files import (
     opened,
     read_small,
 )
-from jaxckpt._store.store_path import local_path
+from jaxckpt._store.store_path import local_path, unchecked_store_at
 from jaxckpt.errors import DataError, InputError, show_path
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def located_together(places: Mapping[str, str | os.PathLike[str]]) -> tuple[list
     bucket = None
     for what, place in places.items():
         local_path(place, what)  # checks it
-        path, files = located(place, Options())
+        path, files = located(unchecked_store_at(place, Options()))
         if isinstance(files, BucketFiles):
             bucket = bucket or files
             if files.url != bucket.url:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxckpt._inspect.short_names import shorten_names
 from jaxckpt._model.grid import Spec, pieces_along, show_axes, show_spec
 from jaxckpt._model.records import MeshRecord
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import show_bytes
 
 T = TypeVar("T")
 

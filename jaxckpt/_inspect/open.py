@@ -20,7 +20,7 @@ from jaxckpt._model.records import Manifest, SavedLeaf
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._options import Options, options_or_default, require_whole_number
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore.read_loop import StoredArray, host_value, read_box
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import view_through
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from jaxckpt._arguments.casts import Dtypes
     from jaxckpt._arguments.specs import Specs
     from jaxckpt._inspect.restore_plan import RestorePlan
+    from jaxckpt._restore.differences import Strict
     from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T
-    from jaxckpt._restore.strictness import Strict
 
 
 # Leaves ---------------------------------------------------------------------------------------------------
@@ -467,20 +467,10 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @overload
     def restore(
-        self,
-        target: DescribedTree = None,
-        *,
-        options: Options | None = None,
-        **arguments: Unpack[RestoreArguments],
+        self, target: DescribedTree = None, *, options: Options | None = None, **arguments: Unpack[RestoreArguments]
     ) -> Tree: ...
     @overload
-    def restore(
-        self,
-        target: T,
-        *,
-        options: Options | None = None,
-        **arguments: Unpack[RestoreArguments],
-    ) -> T: ...
+    def restore(self, target: T, *, options: Options | None = None, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(
         self,
         target: Tree = None,

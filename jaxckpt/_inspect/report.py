@@ -51,8 +51,7 @@ from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import pieces_along, show_axes
 from jaxckpt._model.records import LeafRecord, Manifest
 from jaxckpt._options import Options, options_or_default, require_bool
-from jaxckpt._pipeline.progress import display_progress
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import display_progress, show_bytes
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source

@@ -17,7 +17,7 @@ from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, jo
 from jaxckpt._model.grid import Spec, show_axes, show_spec, spec_of, volume
 from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord, show_layout
 from jaxckpt._options import Options
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore.read_plan import ReadCost
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf
 from jaxckpt._restore.shared_exchange import needs_whole_job

@@ -29,9 +29,8 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.pipeline import Budget, pipeline
-from jaxckpt._pipeline.progress import Report, display_progress, report_nothing
+from jaxckpt._pipeline.progress import Report, display_progress, report_nothing, show_bytes
 from jaxckpt._pipeline.threads import Task
-from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import Workers
 from jaxckpt._restore.read_loop import read_box

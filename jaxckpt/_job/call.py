@@ -269,7 +269,7 @@ class CollectiveCalls(Generic[Item, Result]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # If a peer has failed, no call can succeed, and no process waits in one.
+        # If another process has failed, no call can succeed, and no process waits in one.
         if error is not None and not isinstance(error, PeerFailedError):
             with contextlib.suppress(Exception):  # it must not hide the reason
                 while self._left:

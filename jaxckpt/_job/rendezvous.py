@@ -28,6 +28,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import math
 import queue
 import time
@@ -36,9 +37,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
-from jaxckpt._job.slow_processes import SlowProcesses, heartbeat, last_reported, moved, process_names
 from jaxckpt._pipeline import lanes
+from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import Moved
 from jaxckpt._pipeline.threads import Task, start_thread
+from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt.errors import (
     CorruptError,
     NotACheckpointError,
@@ -596,3 +599,72 @@ class _Silence:
 def _ordinal(number: int) -> str:
     suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{suffix}"
+
+
+# Slow processes -------------------------------------------------------------------------------------------
+# Which processes are behind, and how far each of them is: in log lines, errors and the display of process 0.
+# Each heartbeat says what its process has moved. No decision is made from that.
+
+_SLOW_SECONDS = 10.0
+"""How long a process waits until it logs for which processes; then it logs again each time it has waited twice as
+long, from `_VERY_SLOW_SECONDS` on as a warning."""
+
+_VERY_SLOW_SECONDS = 40.0
+
+
+def heartbeat(number: int, watchdog: Watchdog) -> str:
+    """The text of a heartbeat."""
+    work = watchdog.work
+    return json.dumps({"beat": number, "moved": work and work.moved})
+
+
+def moved(beat: str | None) -> Moved | None:
+    """What a process had moved at its last heartbeat; None if it has not reported that."""
+    reported = json.loads(beat).get("moved") if beat else None
+    return Moved(*reported) if reported else None
+
+
+class SlowProcesses:
+    """Logs for which processes this one waits, and how far they are."""
+
+    def __init__(self, what: str, count: int) -> None:
+        self._what = what
+        self._count = count
+        self._begun = time.monotonic()
+        self._next = _SLOW_SECONDS
+
+    def log(self, beats: Mapping[int, str | None]) -> None:
+        """Log these processes, each with its last heartbeat, if it is time."""
+        waited = time.monotonic() - self._begun
+        if waited < self._next:
+            return
+        self._next = 2 * waited
+        _log.log(
+            logging.INFO if waited < _VERY_SLOW_SECONDS else logging.WARNING,
+            "waited %.0f s for %s of %d while %s%s",
+            waited,
+            process_names([*beats]),
+            self._count,
+            self._what,
+            _table(beats),
+        )
+
+
+def last_reported(beats: Mapping[int, str | None]) -> str:
+    """For an error: how far the processes were at these heartbeats."""
+    table = _table(beats)
+    return f" They last reported{table}" if table else ""
+
+
+def _table(beats: Mapping[int, str | None]) -> str:
+    """How far processes are, as lines; empty if none is known."""
+    known = {process: has for process, beat in beats.items() if (has := moved(beat))}
+    return f":\n{show_lines(f'process {process}: {has}' for process, has in known.items())}" if known else ""
+
+
+def process_names(processes: Sequence[int]) -> str:
+    """Processes for a message: "process 1", "processes 1, 2"."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    shown = ", ".join(map(str, processes[:20])) + (", …" if len(processes) > 20 else "")
+    return f"processes {shown}"

@@ -8,7 +8,7 @@ import itertools
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 
@@ -167,7 +167,7 @@ def join_paths(head: str, tail: str) -> str:
     return f"{head}/{tail}" if head and tail else head or tail
 
 
-def longest_prefix(path: str, prefixes: Mapping[str, Any]) -> str | None:
+def longest_prefix(path: str, prefixes: Container[str]) -> str | None:
     """The longest of `prefixes` that is `path` or a container above it."""
     return next((head for head in path_prefixes(path) if head in prefixes), None)
 

@@ -30,7 +30,7 @@ Rename = Callable[[str], str] | Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SelectEntry:
     """An entry of a `select` argument."""
 
     text: str
@@ -47,16 +47,16 @@ class Entry:
 class Selector:
     """The meaning of a `select` argument: a test of leaf paths."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SelectEntry, ...]
 
-    by_path: Mapping[str, Entry]
+    by_path: Mapping[str, SelectEntry]
     """The entries that are exact. They are looked up, because a list may have thousands of them."""
 
-    tests: tuple[Entry, ...]
+    tests: tuple[SelectEntry, ...]
     """The other entries."""
 
     @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Selector:
+    def of(cls, entries: Iterable[SelectEntry]) -> Selector:
         entries = tuple(entries)
         by_path = {entry.exact: entry for entry in entries if entry.exact is not None}
         return cls(entries, by_path, tuple(entry for entry in entries if entry.exact is None))
@@ -101,7 +101,9 @@ class Selector:
             self._require_used(without_leaves, paths, where, saved)
         return chosen
 
-    def _require_used(self, unused: Sequence[Entry], paths: Collection[str], where: str, saved: Iterable[str]) -> None:
+    def _require_used(
+        self, unused: Sequence[SelectEntry], paths: Collection[str], where: str, saved: Iterable[str]
+    ) -> None:
         """Raise TreeError if there are entries that select nothing."""
         if not unused:
             return
@@ -122,7 +124,7 @@ class Selector:
         raise TreeError(_unmatched("select", texts, paths, where))
 
 
-def parse_select(select: Select | None) -> Selector:
+def parse_select(select: Select) -> Selector:
     """A test of leaf paths.
 
     A glob (`*` within one component, `**` across components, `{i}` for a whole number) or a compiled regular expression
@@ -131,10 +133,8 @@ def parse_select(select: Select | None) -> Selector:
 
     Raises InputError for anything else. Call this once per argument, because a generator can be read only once.
     """
-    if select is None:
-        return Selector.of([Entry("**", lambda path: True)])
     if callable(select):
-        return Selector.of([Entry(_abbreviate(select), functools.partial(_call_select, select))])
+        return Selector.of([SelectEntry(_abbreviate(select), functools.partial(_call_select, select))])
     if isinstance(select, (str, re.Pattern)):
         return Selector.of([_parse_pattern(select)])
     if isinstance(select, Iterable) and not isinstance(select, (bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -161,18 +161,18 @@ def _call_select(select: Callable[[str], bool], path: str) -> bool:
     return bool(answer)
 
 
-def _parse_entry(pattern: object) -> Entry:
+def _parse_entry(pattern: object) -> SelectEntry:
     """An entry of a list: of a path, if it is a str without wildcards."""
     if not isinstance(pattern, str) or not pattern or _WILDCARD.search(pattern):
         return _parse_pattern(pattern)
-    return Entry(repr(pattern), lambda path: relative_path(pattern, path) is not None, str.__str__(pattern))
+    return SelectEntry(repr(pattern), lambda path: relative_path(pattern, path) is not None, str.__str__(pattern))
 
 
-def _parse_pattern(pattern: object) -> Entry:
+def _parse_pattern(pattern: object) -> SelectEntry:
     """A glob or a regular expression. Raises InputError for anything else."""
     if isinstance(pattern, str):
         expression = _glob(pattern)
-        return Entry(repr(pattern), lambda path: expression.fullmatch(path) is not None)
+        return SelectEntry(repr(pattern), lambda path: expression.fullmatch(path) is not None)
     if not isinstance(pattern, re.Pattern) or not isinstance(pattern.pattern, str):
         raise _invalid_select_error(pattern)
     expression = cast("re.Pattern[str]", pattern)
@@ -181,7 +181,7 @@ def _parse_pattern(pattern: object) -> Entry:
         components = path.split("/")
         return any(expression.fullmatch("/".join(components[:end])) for end in range(1, len(components) + 1))
 
-    return Entry(_abbreviate(pattern), matches)
+    return SelectEntry(_abbreviate(pattern), matches)
 
 
 _WILDCARD = re.compile(r"[*?[]|\{[A-Za-z_]\w*\}")
@@ -273,9 +273,7 @@ def replaced_leaves(rename: Rename | None, paths: Sequence[str], new: Sequence[s
     named = {number: head for number, path in enumerate(paths) if (head := longest_prefix(path, rename)) is not None}
     others = {path for number, path in enumerate(paths) if number not in named}
     heads = {rename[head] for number, head in named.items() if new[number] in others}
-    return {
-        n for n, path in enumerate(paths) if n not in named and longest_prefix(path, dict.fromkeys(heads)) is not None
-    }
+    return {n for n, path in enumerate(paths) if n not in named and longest_prefix(path, heads) is not None}
 
 
 def _new_path(rename: Callable[[str], str], path: str) -> str:
@@ -309,10 +307,8 @@ def _require_mapping(rename: object) -> Mapping[str, str]:
 
 def _rename_path(mapping: Mapping[str, str], path: str) -> str:
     """A path with its longest head that is in the mapping replaced."""
-    for head in path_prefixes(path):
-        if head in mapping:
-            return join_paths(mapping[head], relative_path(head, path) or "")
-    return path
+    head = longest_prefix(path, mapping)
+    return path if head is None else join_paths(mapping[head], relative_path(head, path) or "")
 
 
 def unmatched_hint(pattern: str, paths: Iterable[str]) -> str:

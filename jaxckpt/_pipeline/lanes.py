@@ -127,11 +127,9 @@ def run_watched(what: str, seconds: float, work: Callable[[], T], folder: str = 
     Raises StorageError if no bytes move for `seconds`. In a lane, it is an operation of the lane's task, or a part of
     the operation that runs; then the time limit is the task's.
     """
-    watchdog = current_watchdog()
-    if watchdog is None:
-        watchdog = Watchdog(seconds, folder)
-        return run(functools.partial(operate, what, work), watchdog).result()
-    return operate(what, work)
+    if is_in_lane():
+        return operate(what, work)
+    return run(functools.partial(operate, what, work), Watchdog(seconds, folder)).result()
 
 
 def operate(what: str, work: Callable[[], T]) -> T:
@@ -316,13 +314,9 @@ def set_exit_status(status: int) -> None:
     _status = _status or status
 
 
-def exit_with_status_at_exit() -> None:
+def exit_with_status() -> None:
     """Register this with atexit. Functions that are registered later run before it. If there is a status, functions
     that were registered earlier do not run."""
-    atexit.register(_exit_with_status)
-
-
-def _exit_with_status() -> None:
     if _status:  # Python cannot exit cleanly while a thread is writing
         logging.shutdown()
         sys.stdout.flush()
@@ -334,36 +328,25 @@ def _exit_with_status() -> None:
 # `logging` takes its locks in Python code. An interrupt of the main thread right after that leaves a lock held, and
 # every other thread that logs then waits forever. So lines of the main thread are logged in a lane.
 
-_logger = logging.getLogger("jaxckpt")
-
 _LOG_SECONDS = 60.0
 """How long a handler may take. The call then continues without it."""
 
 
-class LaneLog:
-    """As `logging.Logger`, without its locks in the main thread."""
+class LaneLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger that takes no locks in the main thread."""
 
-    def is_enabled_for(self, level: int) -> bool:
+    def isEnabledFor(self, level: int) -> bool:
         """Whether lines of this level are logged. `Logger.isEnabledFor` may take a lock."""
-        return level >= _logger.getEffectiveLevel() and level > logging.root.manager.disable
+        return level >= self.logger.getEffectiveLevel() and level > logging.root.manager.disable
 
-    def log(self, level: int, message: str, *arguments: object) -> None:
-        if not self.is_enabled_for(level):
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        if not self.isEnabledFor(level):
             return
-        write = functools.partial(_logger.log, level, message, *arguments)
+        write = functools.partial(self.logger.log, level, msg, *args, **kwargs)
         if is_in_lane() or threading.current_thread() is not threading.main_thread():
             write()
         else:
             run(write, Watchdog(_LOG_SECONDS), until=time.monotonic() + _LOG_SECONDS)
 
-    def info(self, message: str, *arguments: object) -> None:
-        self.log(logging.INFO, message, *arguments)
 
-    def warning(self, message: str, *arguments: object) -> None:
-        self.log(logging.WARNING, message, *arguments)
-
-    def error(self, message: str, *arguments: object) -> None:
-        self.log(logging.ERROR, message, *arguments)
-
-
-log = LaneLog()
+log = LaneLog(logging.getLogger("jaxckpt"))

@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxckpt._pipeline.lanes import Request, in_caller
 from jaxckpt._pipeline.lanes import log as _log
-from jaxckpt._pipeline.units import show_bytes, show_rate
 from jaxckpt._pipeline.watchdog import current_watchdog
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def show_bytes(size: float) -> str:
+    """A size as people read it: "1.5 MiB"."""
+    power, rounded = 0, round(size)
+    while power + 1 < len(_UNITS) and rounded >= 1024:
+        power += 1
+        rounded = round(size / 1024**power, 1)
+    return f"{rounded:.{min(power, 1)}f} {_UNITS[power]}"
+
+
+def show_rate(bytes_per_second: float) -> str:
+    """A rate in the units of sizes: "1.5 MiB/s"."""
+    return f"{show_bytes(bytes_per_second)}/s"
+
+
+def parse_bytes(text: str) -> int:
+    """A positive number of bytes: "65536", "64KiB", "1 MiB". Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,15})\s*(B?|[KMGT]iB)", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text!r}: expected bytes, such as 65536, 64KiB or 1MiB")
+    return int(match[1]) << 10 * "bkmgt".index(match[2][:1].lower() or "b")
+
 
 # Progress -------------------------------------------------------------------------------------------------
 
@@ -129,7 +154,7 @@ def draws_bars() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-@contextmanager
+@contextlib.contextmanager
 def display_progress(
     verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str = ""
 ) -> Generator[Report]:
@@ -138,7 +163,15 @@ def display_progress(
     `progress` is `Options.progress`. Nothing is displayed if there are no bytes to move. The heartbeats of this process
     tell the others how many bytes have moved. In process 0, the display adds what they tell.
     """
-    with _display(verb, total_bytes, progress, step) as show:
+    with contextlib.ExitStack() as display:
+        show: Show | None = None
+        if callable(progress):
+            show = _make_show(verb, progress, step, in_caller)
+        elif progress and total_bytes:
+            if draws_bars():
+                show = display.enter_context(_bar(_title(verb, step), total_bytes))
+            else:
+                show = _make_show(verb, _LineLogger(), step, operator.call)
         work = Work(total_bytes, show)
         if (watchdog := current_watchdog()) is not None:
             watchdog.work = work
@@ -146,21 +179,6 @@ def display_progress(
             yield work.add
         finally:
             work.end()
-
-
-@contextmanager
-def _display(
-    verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str
-) -> Generator[Show | None]:
-    if callable(progress):
-        yield _make_show(verb, progress, step, in_caller)
-    elif not progress or not total_bytes:
-        yield None
-    elif draws_bars():
-        with _bar(_title(verb, step), total_bytes) as show:
-            yield show
-    else:
-        yield _make_show(verb, _LineLogger(), step, operator.call)
 
 
 def _make_show(verb: str, callback: Callable[[Progress], None], step: str, call: Callable[[Request], object]) -> Show:
@@ -190,13 +208,13 @@ class _LineLogger:
         self._next = progress.seconds + LINE_SECONDS
         if at_end:
             self._ended = progress.total_bytes
-        if _log.is_enabled_for(logging.INFO):
+        if _log.isEnabledFor(logging.INFO):
             _log.info("%s", progress)
         else:
             print(f"jaxckpt: {progress}", file=sys.stderr, flush=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _bar(title: str, total_bytes: int) -> Generator[Show]:
     """A bar that disappears when the block ends. The result of the call says the rest."""
     # Imported only if a bar is drawn, because importing rich takes 50 ms.
@@ -240,7 +258,7 @@ def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bo
             jax.monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
     except Exception as error:
         _log.warning("a jax.monitoring listener failed after %s: %r", event, error)
-    if log and _log.is_enabled_for(logging.INFO):
+    if log and _log.isEnabledFor(logging.INFO):
         _log.info("%s", line())
 
 

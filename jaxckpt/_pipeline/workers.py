@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import sys
 import threading
@@ -15,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from jaxckpt._options import THREADS
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.threads import Latch, Task, is_shutting_down, start_thread
+from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog, under
 
 S = TypeVar("S")
@@ -180,28 +179,16 @@ def run_shared(works: Sequence[Callable[[], object]]) -> None:
 
     It never waits for a thread that is busy with something else: what no other thread has begun is done here.
     """
-    left, errors, n_left = list(works), list[BaseException](), itertools.count(len(works) - 1, -1)
-    ended = Latch()
+    tasks = [Task(work) for work in works]
 
     def work_off() -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                work = left.pop()
-                try:
-                    work()
-                except BaseException as error:
-                    errors.append(error)
-                finally:
-                    if not next(n_left):
-                        ended.set()
+        for task in tasks:
+            task.run()
 
-    for _ in works[1:THREADS]:
+    for _ in tasks[1:THREADS]:
         submit(work_off)
     work_off()
-    if works:
-        ended.wait()
-    if errors:
-        raise errors[0]
+    JoinedWork(tasks).result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,7 +362,7 @@ class Deletion:
         self._directory.require_same_folder()
         child = self._directory.child(step)
         if is_link(child):
-            child.remove_link()
+            self._store.remove(step_name(step))
             self._directory.forget(step)
             return
         if self._trash:

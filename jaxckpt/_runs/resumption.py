@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh
 
 from jaxckpt._arguments.pytree import flatten_values
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import Rendezvous, cause_of
-from jaxckpt._job.slow_processes import process_names
+from jaxckpt._job.rendezvous import Rendezvous, cause_of, process_names
 from jaxckpt._local_tier.peer_reads import Candidate, DamagedError, candidates
 from jaxckpt._local_tier.recovery import LocatedStep, Recovery
 from jaxckpt._local_tier.tier import LocalSteps

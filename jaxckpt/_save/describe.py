@@ -238,11 +238,7 @@ def _impl(keys: jax.Array) -> str:
     if keys.ndim >= MAX_RANK:
         raise TreeError(f"has PRNG keys of {keys.ndim} dimensions; at most {MAX_RANK - 1} can be stored")
     name = str(jax.random.key_impl(keys))
-    try:
-        is_known = key_dtype(name) == keys.dtype
-    except ValueError:
-        is_known = False
-    if not is_known:
+    if key_dtype(name) != keys.dtype:
         raise TreeError(
             f"has PRNG keys of implementation {name!r}, which jax.random.key(0, impl={name!r}) does not create, so"
             " they could not be restored; save jax.random.key_data of them"

@@ -26,18 +26,16 @@ from jaxckpt._model import manifest as manifests
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import finish_first
-from jaxckpt._pipeline.progress import display_progress, record_event
+from jaxckpt._pipeline.progress import display_progress, record_event, show_bytes
 from jaxckpt._pipeline.threads import is_shutting_down
-from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._save import running_saves
-from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import OwnFingerprint
 from jaxckpt._save.describe import Draft, describe
 from jaxckpt._save.request import PlainTree, PreparedSave, SaveRequest, require_on_done
 from jaxckpt._save.reuse import plan_reuse
 from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
-from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._save.shared_path import PublishResult, SharedPath
 from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import SavePlan
 from jaxckpt._sources.format_registry import saved_format

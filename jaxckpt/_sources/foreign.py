@@ -7,7 +7,7 @@ import errno
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -296,20 +296,18 @@ class _RowReader(ArrayReader):
     rows: Sequence[ArrayData]
 
     def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
-        return [self._start([*self._row_targets(box, target)], box[1:]) for box, target in targets]
+        return [self._start(box, target) for box, target in targets]
 
-    def _row_targets(self, box: Box, target: Array) -> Iterator[tuple[ArrayData, Array]]:
-        for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):
-            yield self.rows[row], into if target.ndim > 1 else into.reshape(())
-
-    def _start(self, row_targets: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending[None]:
-        started = [block.start(box, into) for block, into in row_targets if isinstance(block, AsyncArrayData)]
-        rest = [(block, into) for block, into in row_targets if not isinstance(block, AsyncArrayData)]
+    def _start(self, box: Box, target: Array) -> Pending[None]:
+        # The "..." keeps a scalar an array.
+        row_targets = [(data, target[row, ...]) for row, data in enumerate(self.rows[slice(*box[0])])]
+        started = [data.start(box[1:], into) for data, into in row_targets if isinstance(data, AsyncArrayData)]
+        rest = [(data, into) for data, into in row_targets if not isinstance(data, AsyncArrayData)]
         if rest:
-            started.append(submit(functools.partial(_read_all, rest, box)))
+            started.append(submit(functools.partial(_read_all, rest, box[1:])))
         return JoinedWork(started)
 
 
 def _read_all(row_targets: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
-    for block, into in row_targets:
-        block.read(box, into)
+    for data, into in row_targets:
+        data.read(box, into)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import re
 import reprlib
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import msgspec
 
@@ -31,6 +32,7 @@ from jaxckpt._sources.foreign import ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats, index_names, missing_formats_hint
 from jaxckpt._sources.signatures import describe, describe_content, describe_unknown
 from jaxckpt._sources.source import NativeCheckpoint, Source
+from jaxckpt._store.bucket import Bucket
 from jaxckpt._store.foreign_files import (
     BucketFiles,
     OpenedFiles,
@@ -42,11 +44,8 @@ from jaxckpt._store.foreign_files import (
     using_files,
 )
 from jaxckpt._store.store import Store, await_writes
-from jaxckpt._store.store_path import local_path, require_no_dangling_link, store_at, unchecked_store_at
+from jaxckpt._store.store_path import require_no_dangling_link, unchecked_store_at
 from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointError
-
-if TYPE_CHECKING:
-    from jaxckpt._store.bucket import Bucket
 
 Location = str | os.PathLike[str] | ForeignCheckpoint
 """The location of a checkpoint: a path or URL, also of a run's directory, or the result of a function such as
@@ -107,18 +106,16 @@ def source_at(
     return run_watched(
         f"opening {store.url}",
         options.timeout_seconds,
-        lambda: _open_source(location, store, options, manifest_sha256),
+        lambda: _open_source(store, options, manifest_sha256),
     )
 
 
-def _open_source(
-    location: str | os.PathLike[str], store: Store, options: Options, manifest_sha256: str | None
-) -> NativeCheckpoint | ForeignCheckpoint:
+def _open_source(store: Store, options: Options, manifest_sha256: str | None) -> NativeCheckpoint | ForeignCheckpoint:
     """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
         return NativeCheckpoint.at(store, manifest_sha256)
     except ManifestError as error:  # or the manifest.json of another library
-        if manifest_sha256 is None and (foreign := _open_foreign(location, store, options)) is not None:
+        if manifest_sha256 is None and (foreign := _open_foreign(store, options)) is not None:
             return foreign
         raise error
     except NotACheckpointError as error:
@@ -129,11 +126,13 @@ def _open_source(
             with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one was deleted
                 return NativeCheckpoint.at(step, manifest_sha256)
         # A caller that expects a certain manifest does not accept a checkpoint without one.
-        foreign = None if manifest_sha256 else _open_foreign(location, store, options)
+        foreign = None if manifest_sha256 else _open_foreign(store, options)
         if foreign is not None:
             return foreign
-        hint = missing_formats_hint() if _exists(location, options, store) else ""
-        reason = _foreign_reason(location, options)
+        named = run_and_name(store)
+        exists = _exists_at(store) or (named is not None and _exists_at(named[0]))
+        hint = missing_formats_hint() if exists else ""  # another library could have written it
+        reason = _foreign_reason(store)
         if not hint and reason is None:
             raise
         text = f"{store.url} is not a checkpoint: {reason}" if reason else str(error)
@@ -163,11 +162,11 @@ def _open_named_step(
 
 def _open_foreign_step(run: Store, name: str, options: Options) -> NativeCheckpoint | ForeignCheckpoint | None:
     """The step of another library's run with a number or a name; None if the run has no steps."""
-    paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
+    paths = {step.number: step.path for step in _foreign_steps_of(run)}
     if not paths:
         return None
     number = resolve_name(run, name, sorted(paths))
-    checkpoint = _open_at(paths[number], options)
+    checkpoint = _open_at(unchecked_store_at(paths[number], options))
     if checkpoint is None:  # the step was deleted in the meantime
         raise missing_step_error(run, number, sorted({*paths} - {number}))
     return _as_step(checkpoint, number)
@@ -188,19 +187,17 @@ def step_of(source: Source, hint: str) -> tuple[NativeCheckpoint, Store, int]:
     return source, above[0], int(above[1])
 
 
-def _open_foreign(
-    location: str | os.PathLike[str], store: Store, options: Options
-) -> NativeCheckpoint | ForeignCheckpoint | None:
+def _open_foreign(store: Store, options: Options) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at a path, or the step of its run that "run@40" or "run@latest" names."""
-    checkpoint = _open_at(location, options)
-    if checkpoint is not None or (named := run_and_name(store)) is None or _exists_at(location, options):
+    checkpoint = _open_at(store)
+    if checkpoint is not None or (named := run_and_name(store)) is None or _exists_at(store):
         return checkpoint
     return _open_foreign_step(*named, options)
 
 
-def _open_at(location: str | os.PathLike[str], options: Options) -> NativeCheckpoint | ForeignCheckpoint | None:
+def _open_at(store: Store) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at exactly this path or URL; None if there is none in a known format."""
-    with _files_at(location, options) as (path, names, files):
+    with _files_at(store) as (path, names, files):
         form = _recognized_format(path, names)
         if form is None or form.open is None:
             return None
@@ -208,22 +205,18 @@ def _open_at(location: str | os.PathLike[str], options: Options) -> NativeCheckp
     return with_files(checkpoint, files) if isinstance(checkpoint, ForeignCheckpoint) else checkpoint
 
 
-def located(location: str | os.PathLike[str], options: Options) -> tuple[str, OpenedFiles]:
-    """A location as a path of `foreign_files`, and the files of its bucket or of the file system."""
-    local = local_path(location)
-    if local is not None:
-        return local, SeenFiles()
-    store = store_at(location, options)
-    files, path = BucketFiles.at(cast("Bucket", store), index_names())
+def located(store: Store) -> tuple[str, OpenedFiles]:
+    """The path of a store among `foreign_files`, and the files of its bucket or of the file system."""
+    if not isinstance(store, Bucket):
+        return store.absolute().url, SeenFiles()
+    files, path = BucketFiles.at(store, index_names())
     return path, files
 
 
 @contextlib.contextmanager
-def _files_at(
-    location: str | os.PathLike[str], options: Options
-) -> Generator[tuple[str, list[str] | None, OpenedFiles]]:
+def _files_at(store: Store) -> Generator[tuple[str, list[str] | None, OpenedFiles]]:
     """A block with a path of `foreign_files`, the names in its folder, and the files."""
-    path, files = located(location, options)
+    path, files = located(store)
     with using_files(files):
         yield path, names_at(path), files
 
@@ -245,9 +238,9 @@ def _open_as(
         raise NotACheckpointError(f"{path} {what} ({error})") from None
 
 
-def _foreign_reason(location: str | os.PathLike[str], options: Options) -> str | None:
+def _foreign_reason(store: Store) -> str | None:
     """The reason why a file or folder of another program is not a checkpoint, if known, and the way out."""
-    with _files_at(location, options) as (path, names, _):
+    with _files_at(store) as (path, names, _):
         if names is None:
             return _UNLISTED if path.startswith("http") else None
         if what := describe(path, names):
@@ -287,14 +280,8 @@ def _checkpoints_inside(path: str) -> list[str]:
     return inside or files
 
 
-def _exists(location: str | os.PathLike[str], options: Options, store: Store) -> bool:
-    """Whether another library could have written a path, or the run that "run@40" names."""
-    named = run_and_name(store)
-    return any(_exists_at(place, options) for place in (location, *([named[0].url] if named else ())))
-
-
-def _exists_at(location: str | os.PathLike[str], options: Options) -> bool:
-    with _files_at(location, options) as (_, names, _):
+def _exists_at(store: Store) -> bool:
+    with _files_at(store) as (_, names, _):
         return names is not None
 
 
@@ -305,17 +292,19 @@ def foreign_steps_of(
 
     Folders in it whose names are `ignored` do not count. Raises StorageError if the storage hangs.
     """
+    store = unchecked_store_at(location, options)
+    find = functools.partial(_foreign_steps_of, store, ignored)
+    return run_watched(f"listing {store.url}", options.timeout_seconds, find)
 
-    def find() -> Sequence[ForeignStep]:
-        with _files_at(location, options) as (path, names, _):
-            if names is None or MANIFEST in names:
-                return ()
-            counted = {*names} - {*ignored}
-            form = _recognized_format(path, counted)
-            steps = form.steps_in(path, counted) if form is not None else ()
-        return [replace(step, path=url_of(step.path)) for step in steps]
 
-    return run_watched(f"listing {os.fspath(location)}", options.timeout_seconds, find)
+def _foreign_steps_of(store: Store, ignored: Collection[str] = ()) -> Sequence[ForeignStep]:
+    with _files_at(store) as (path, names, _):
+        if names is None or MANIFEST in names:
+            return ()
+        counted = {*names} - {*ignored}
+        form = _recognized_format(path, counted)
+        steps = form.steps_in(path, counted) if form is not None else ()
+    return [replace(step, path=url_of(step.path)) for step in steps]
 
 
 def foreign_run_metadata(location: str | os.PathLike[str], options: Options) -> dict[str, Any]:
@@ -323,13 +312,14 @@ def foreign_run_metadata(location: str | os.PathLike[str], options: Options) -> 
 
     Raises DataError, and StorageError if the storage hangs.
     """
+    store = unchecked_store_at(location, options)
 
     def read() -> dict[str, Any]:
-        with _files_at(location, options) as (path, names, _):
+        with _files_at(store) as (path, names, _):
             form = _recognized_format(path, names)
             return {} if form is None else form.run_metadata(path)
 
-    return run_watched(f"reading {os.fspath(location)}", options.timeout_seconds, read)
+    return run_watched(f"reading {store.url}", options.timeout_seconds, read)
 
 
 def _recognized_format(path: str, names: Collection[str] | None) -> Format | None:

@@ -632,12 +632,6 @@ class Bucket:
     def link_target(self) -> None:
         return None
 
-    def remove_link(self) -> None:
-        raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no links")
-
-    def anchor(self) -> None:
-        return None
-
     def is_file(self) -> bool:
         return False  # a key of that name does not exclude keys below it
 
@@ -763,7 +757,9 @@ class Bucket:
     def _answer(self, pending: _Request[T], seconds: float) -> T:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
-        was_silent = f"{_QUICK_SECONDS:g} s, and before that for " if self._wait_seconds(seconds) < seconds else ""
+        was_silent = (
+            f"{_QUICK_SECONDS:g} s, and before that for " if self._is_silent and seconds > _QUICK_SECONDS else ""
+        )
         try:
             result = self._wait(pending, seconds)
         except TimeoutError:
@@ -781,13 +777,19 @@ class Bucket:
 
     def _wait(self, pending: _Request[T], seconds: float) -> T:
         """The result of a request. Logs a warning if it takes long. Raises TimeoutError after `seconds`."""
-        seconds = self._wait_seconds(seconds)
+        if self._is_silent:
+            seconds = min(_QUICK_SECONDS, seconds)
         first_seconds = min(_WARNING_SECONDS, seconds)
         with contextlib.suppress(TimeoutError):
             return pending.result(timeout=first_seconds)
         if first_seconds < seconds:
             self._warn_once()
         return pending.result(timeout=seconds - first_seconds)
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether the server has just let a request time out, so that others wait only a moment."""
+        return time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0)
 
     def _warn_once(self) -> None:
         """Log that no request to a server has succeeded yet."""
@@ -838,24 +840,15 @@ class Bucket:
             case _:
                 return ""
 
-    def _wait_seconds(self, seconds: float) -> float:
-        is_silent = time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0)
-        return min(_QUICK_SECONDS, seconds) if is_silent else seconds
-
     @property
     def _answer_seconds(self) -> float:
         return self.retry_seconds + max(_ANSWER_SECONDS, self.retry_seconds / 4)
 
-    def _translate_errors(
-        self, verb: str, key: str, *, reading: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        return self._with_hint(translate_array_errors(f"cannot {verb} {self.url}/{key}", reading=reading))
-
     @contextlib.contextmanager
-    def _with_hint(self, translating: contextlib.AbstractContextManager[None]) -> Generator[None]:
-        """Add the settings to an error that they may explain."""
+    def _translate_errors(self, verb: str, key: str, *, reading: bool = False) -> Generator[None]:
+        """Raise tensorstore's errors as jaxckpt errors, with the settings that may explain them."""
         try:
-            with translating:
+            with translate_array_errors(f"cannot {verb} {self.url}/{key}", reading=reading):
                 yield
         except StorageError as error:
             text = error.strerror or ""

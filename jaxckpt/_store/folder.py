@@ -41,7 +41,6 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
-from jaxckpt._store.anchor import Anchor
 from jaxckpt._store.files import (
     FileReader,
     FileWriter,
@@ -76,51 +75,6 @@ _REFUSED_LINK = (
 """Errors of file systems without hard links. They may have other causes too."""
 
 
-@watched(
-    read="reading",
-    read_all="reading",
-    put="writing to",
-    replace="writing to",
-    remove="deleting from",
-    array_writer=None,
-    array_reader=None,
-    link="linking into",
-    digest="reading",
-    check_lengths="looking at",
-    range_reader=None,
-    begin_save="preparing",
-    locked=None,
-    unlock="closing a file in",
-    publish="publishing",
-    publish_copy="publishing",
-    published_data="listing",
-    unpublish="deleting",
-    discard="deleting",
-    sweep="sweeping",
-    clear="deleting",
-    trim="sweeping",
-    sync_folders="syncing",
-    sync_data="syncing",
-    absolute=None,
-    anchor=None,
-    require_no_dangling_link="looking for",
-    is_file="looking at",
-    link_target="looking at",
-    remove_link="deleting",
-    names="listing",
-    is_empty_folder="listing",
-    files_below="listing",
-    folders="listing",
-    names_below="listing",
-    child=None,
-    with_url=None,
-    create_child="preparing",
-    parent_and_name=None,
-    mark=None,
-    unmark=None,
-    rename="moving",
-    delete="deleting",
-)
 @dataclass(frozen=True, slots=True)
 class Folder:
     """The folder of one checkpoint on a file system."""
@@ -138,6 +92,7 @@ class Folder:
 
     # Small files -----------------------------------------------------------------------------------------
 
+    @watched("reading")
     def read(self, key: str, count: int | None = None) -> bytes | None:
         with self._translate_errors("read", key):
             try:
@@ -152,6 +107,7 @@ class Folder:
                 _forget_content(handle)
             return read_to_end(f"{self.url}/{key}", handle) if count is None else os.read(handle, count)
 
+    @watched("reading")
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         return [self.read(key) for key in keys]
 
@@ -189,6 +145,7 @@ class Folder:
         info = os.lstat(self._path(key))
         return info.st_size, None if stat.S_ISREG(info.st_mode) else f"is {_kind(info.st_mode)}, not a regular file"
 
+    @watched("writing to")
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         with self._translate_errors("write", key):
             retry_stale(self._put, key, content, sync=sync)
@@ -200,6 +157,7 @@ class Folder:
             if sync:
                 os.fsync(file.fileno())
 
+    @watched("writing to")
     def replace(self, key: str, content: bytes, *, sync: bool = False) -> None:
         temporary = f"{key}.new-{uuid.uuid4().hex}"
         try:
@@ -210,6 +168,7 @@ class Folder:
                 self.remove(temporary)
             raise
 
+    @watched("deleting from")
     def remove(self, key: str) -> None:
         with self._translate_errors("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             retry_stale(os.unlink, self._path(key))
@@ -233,6 +192,7 @@ class Folder:
 
     can_link = True
 
+    @watched("linking into")
     def link(self, source: Store, old: str, new: str, length: int, *, sync: bool) -> None:
         stack = self._path(new.partition("/c/")[0])
         if not isinstance(source, Folder):
@@ -243,6 +203,7 @@ class Folder:
         """The choice between `files` and tensorstore."""
         return self.io == "auto" and stack.compression is None
 
+    @watched("reading")
     def digest(self, key: str, stack: Stack) -> tuple[int, str]:
         """Length and digest of an object."""
         with self._translate_errors("read", key):
@@ -256,6 +217,7 @@ class Folder:
             size = status.st_size
             return size, read_digest(self._reader_of(key, handle), stack, size)
 
+    @watched("looking at")
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         plain = set[str]()
         problems: dict[str, str] = {}
@@ -295,6 +257,7 @@ class Folder:
 
     # Publication ------------------------------------------------------------------------------------------
 
+    @watched("preparing")
     def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         """The note stays locked while the writer is alive."""
         data = data_folder(save_id)
@@ -347,6 +310,7 @@ class Folder:
             undo.pop_all()
             return handle
 
+    @watched("closing a file in")
     def unlock(self, handle: int) -> None:
         close_unwritten(handle)
 
@@ -383,6 +347,7 @@ class Folder:
             except OSError:  # a file system without locks
                 return
 
+    @watched("publishing")
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self.locked() as handle:
             # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
@@ -407,6 +372,7 @@ class Folder:
         if os.path.lexists(self._path(data, COPY)):
             self.replace(f"{data}/{COPY}", manifest)
 
+    @watched("publishing")
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self.locked() as handle:
             self._require_note(data, COPY, damaged)
@@ -519,6 +485,7 @@ class Folder:
             remove_folder(folder)
         return True
 
+    @watched("deleting")
     def unpublish(self, *, sync: bool) -> None:
         with (
             self._translate_errors("delete", MANIFEST),
@@ -539,6 +506,7 @@ class Folder:
             if sync:
                 _sync_path(self._path(data))
 
+    @watched("listing")
     def published_data(self) -> list[str]:
         # A writer writes its draft before the copy, and publishes it by a rename, or by a link, after which it removes
         # the draft. So a copy without a draft was published, even if the writer was killed before it removed its note.
@@ -549,11 +517,13 @@ class Folder:
             and not (os.path.lexists(self._path(name, WRITER)) and os.path.lexists(self._path(_draft(name))))
         ]
 
+    @watched("deleting")
     def discard(self, data: str) -> None:
         with self._translate_errors("delete", data):
             self._remove_copy(data, sync=True)
         self.delete(data)
 
+    @watched("sweeping")
     def sweep(self, current: str | None, *, evict: bool = False) -> bool:
         """Keeps the data of a writer that is alive or, without `evict`, if its lock may not be visible here, that may
         still publish."""
@@ -638,11 +608,13 @@ class Folder:
         finally:
             os.close(handle)
 
+    @watched("deleting")
     def clear(self, *, evict: bool = True) -> None:
         """Keeps the data of a writer whose lock shows that it is alive."""
         self.sweep(None, evict=evict)
         remove_if_empty(self.folder)
 
+    @watched("sweeping")
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Also deletes the note of a dead writer, and the second name of the manifest that it may have left."""
         if self._find_writer(data)[0] is False:
@@ -656,6 +628,7 @@ class Folder:
 
     # Durability -------------------------------------------------------------------------------------------
 
+    @watched("syncing")
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
         top = self._path(data, stack.name)
         folders = {top}
@@ -667,6 +640,7 @@ class Folder:
         # Concurrently, because a journal then commits them together.
         JoinedWork([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
 
+    @watched("syncing")
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         """Includes the folder above, because this one may be new, and those above it that this process has created."""
         for stack in stacks:
@@ -691,6 +665,7 @@ class Folder:
     def absolute(self) -> Self:
         return replace(self, url=self.folder)
 
+    @watched("looking for")
     def require_no_dangling_link(self) -> None:
         """Raise InputError if this folder, or one above it, is a broken symbolic link: no folder can be created
         there."""
@@ -703,19 +678,15 @@ class Folder:
                 )
             path = os.path.dirname(path)
 
-    def anchor(self) -> Anchor:
-        return Anchor(self.folder, self.timeout_seconds)
-
+    @watched("looking at")
     def is_file(self) -> bool:
         return os.path.isfile(self.folder)
 
+    @watched("looking at")
     def link_target(self) -> str | None:
         return os.path.realpath(self.folder) if os.path.islink(self.folder) else None
 
-    def remove_link(self) -> None:
-        with translate_os_errors(f"cannot delete {self.url}"):
-            os.unlink(self.folder)
-
+    @watched("listing")
     def names(self) -> list[str]:
         with self._translate_errors("list", ""):
             try:
@@ -725,21 +696,25 @@ class Folder:
                     raise
                 return []
 
+    @watched("listing")
     def is_empty_folder(self, name: str) -> bool:
         path = self._path(name)
         with self._translate_errors("list", name):
             return os.path.isdir(path) and not os.path.islink(path) and _has_no_files(path)
 
+    @watched("listing")
     def files_below(self, name: str) -> list[str]:
         """The keys of all files below a folder; of those that can be listed."""
         folders = ((path, names) for path, _, names in os.walk(self._path(name)))
         return [os.path.relpath(os.path.join(path, name), self.folder) for path, names in folders for name in names]
 
+    @watched("listing")
     def folders(
         self, predicate: Callable[[str], bool] = lambda name: True, known: Container[str] = ()
     ) -> dict[str, bool | StorageError]:
         return {name: name in known or self._is_published(name) for name in filter(predicate, self.names())}
 
+    @watched("listing")
     def names_below(self, predicate: Callable[[str], bool]) -> dict[str, list[str]]:
         return {name: self._names_if_allowed(name) for name in filter(predicate, self.names())}
 
@@ -774,6 +749,7 @@ class Folder:
     def with_url(self, url: str) -> Self:
         return replace(self, url=url)
 
+    @watched("preparing")
     def create_child(self, name: str) -> Self:
         with self._translate_errors("create", name):
             retry_stale(_make_folders, self._path(name))
@@ -791,6 +767,7 @@ class Folder:
 
     can_rename = True
 
+    @watched("moving")
     def rename(self, name: str, to: str) -> None:
         with self._translate_errors("move", name), contextlib.suppress(FileNotFoundError):
             retry_stale(os.makedirs, os.path.dirname(self._path(to)), exist_ok=True)
@@ -806,6 +783,7 @@ class Folder:
                     f" trash=True, {os.path.dirname(to)} must be a plain folder of the same file system; or omit trash",
                 ) from error
 
+    @watched("deleting")
     def delete(self, name: str) -> None:
         with contextlib.suppress(OSError):
             self._remove_copy(name, sync=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import inspect
 import os
 import re
 import time
@@ -127,42 +126,25 @@ def clean_error_text(text: str) -> str:
 
 # Storage that hangs ---------------------------------------------------------------------------------------
 
-C = TypeVar("C", bound=type[Any])
 
+def watched(doing: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator for a method of a store that uses storage: it does that in a lane, and fails if no bytes move in
+    time. `doing` is for messages ("reading"). A method that is called within another one, or within a watched
+    operation, is a part of that."""
 
-def watched(**doing: str | None) -> Callable[[C], C]:
-    """A class decorator for a store: its methods use storage in a lane, and fail if no bytes move in time.
+    def watch(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def call(*arguments: P.args, **options: P.kwargs) -> T:
+            store: Any = arguments[0]
+            what = f"{doing} {store.url}"
+            if (watchdog := current_watchdog()) is None:
+                require_responding(store.folder, what)
+            else:
+                watchdog.folder = store.folder
+            with translate_os_errors(f"{what} failed"):
+                work = functools.partial(method, *arguments, **options)
+                return run_watched(what, store.timeout_seconds, work, store.folder)
 
-    `doing` has every public method, with what it does for error messages ("reading"), or None if it does not use
-    storage itself. A method that is called within another one, or within a watched operation, is a part of that.
-    """
-
-    def watch(cls: C) -> C:
-        methods = {
-            name: method
-            for name, method in vars(cls).items()
-            if inspect.isfunction(method) and not name.startswith("_")
-        }
-        assert methods.keys() == doing.keys(), f"{cls.__name__}: {sorted(methods.keys() ^ doing.keys())}"
-        for name, method in methods.items():
-            if what := doing[name]:
-                setattr(cls, name, _watched(method, what))
-        return cls
+        return call
 
     return watch
-
-
-def _watched(method: Callable[..., Any], doing: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(store: Any, *arguments: Any, **options: Any) -> Any:
-        what = f"{doing} {store.url}"
-        if (watchdog := current_watchdog()) is None:
-            require_responding(store.folder, what)
-        else:
-            watchdog.folder = store.folder
-        with translate_os_errors(f"{what} failed"):
-            return run_watched(
-                what, store.timeout_seconds, functools.partial(method, store, *arguments, **options), store.folder
-            )
-
-    return call

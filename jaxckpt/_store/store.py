@@ -22,7 +22,6 @@ from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt.errors import StorageError
 
 if TYPE_CHECKING:
-    from jaxckpt._store.anchor import Anchor
     from jaxckpt._store.transaction import Transaction
 
 
@@ -102,7 +101,7 @@ class Store(Protocol):
         A killed program may leave a file whose name begins with `key`. With `sync`, as `put`."""
 
     def remove(self, key: str) -> None:
-        """Delete a small file, if it exists."""
+        """Delete a small file or a symbolic link, if it exists."""
 
     # Objects ----------------------------------------------------------------------------------------------
 
@@ -166,12 +165,6 @@ class Store(Protocol):
 
     def link_target(self) -> str | None:
         """The path that this folder leads to if it is a symbolic link; None otherwise."""
-
-    def remove_link(self) -> None:
-        """Delete this symbolic link, but not the folder that it leads to."""
-
-    def anchor(self) -> Anchor | None:
-        """Remembers to which folder the path leads, on file systems, where that can change."""
 
     def is_empty_folder(self, name: str) -> bool:
         """Whether a name directly below is a folder in which there are no files, at any depth."""

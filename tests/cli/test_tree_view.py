@@ -20,7 +20,7 @@ from hostile import edited
 import jaxckpt
 from jaxckpt._cli import tree_view
 from jaxckpt._inspect import open as _open
-from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore import read_loop as reading
 
 # The tree -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt._pipeline.units import parse_bytes, show_bytes, show_rate
+from jaxckpt._pipeline.progress import parse_bytes, show_bytes, show_rate
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from joined import args, process_id
 
 import jaxckpt
-from jaxckpt._job import slow_processes
+from jaxckpt._job import rendezvous
 
-slow_processes._SLOW_SECONDS = 0.9
+rendezvous._SLOW_SECONDS = 0.9
 lines: list[str] = []
 handler = logging.Handler()
 handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]

@@ -1624,7 +1624,8 @@ def test_the_default_order_of_a_device_may_be_given(
     layout = pytest.importorskip("jax.experimental.layout")
     if not hasattr(layout, "Layout"):
         pytest.skip("jax before 0.7 has another name for it")
-    monkeypatch.setattr(memory_order, "_usual_order_and_tiling", lambda *_: default)
+    monkeypatch.setattr(memory_order, "_default_layout", lambda *_: layout.Layout(*default))
+    monkeypatch.setattr(memory_order, "_is_default", memory_order._is_default.__wrapped__)  # without its cache
     wanted = layout.Format(layout.Layout(order, tiling), NamedSharding(mesh, P("data")))
     for target in (wanted, jax.ShapeDtypeStruct((8, 8), "float32", sharding=wanted)):
         if order == default[0] and tiling in (None, default[1]):

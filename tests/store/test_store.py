@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import inspect
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt._model.file_names import MANIFEST, WRITER
 from jaxckpt._store import folder as _folder
+from jaxckpt._store import storage_errors
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store_path import store_at
 
@@ -244,3 +246,19 @@ def test_a_note_that_cannot_be_read_does_not_count_as_deleted(tmp_path: Path, mo
         monkeypatch.setattr(os, name, functools.partial(broken, getattr(os, name)))
     with pytest.raises(jaxckpt.errors.StorageError, match=os.strerror(errno.EIO)):
         folder.publish(data, b"ours", None, sync=False)
+
+
+def test_every_method_that_uses_storage_is_watched() -> None:
+    methods = {name: method for name, method in vars(Folder).items() if inspect.isfunction(method) and name[0] != "_"}
+    unwatched = {name for name, method in methods.items() if method.__code__.co_filename != storage_errors.__file__}
+    builders = {
+        "array_writer",
+        "array_reader",
+        "range_reader",
+        "absolute",
+        "child",
+        "with_url",
+        "parent_and_name",
+        "locked",
+    }
+    assert unwatched == {*builders, "mark", "unmark"}, "decorate others with @watched: their storage may hang"
