@@ -207,20 +207,20 @@ def test_a_checkpoint_that_vanishes_while_it_is_read(
 
 @pytest.mark.filterwarnings("ignore")
 def test_symbolic_links_that_form_loops(tmp_path: Path) -> None:
+    root = tmp_path / "root"  # `up` leads to a folder without anything else
+    root.mkdir()
     for name in FOLDER_WRITERS:
-        put(name, tmp_path / name)
-    for folder in (tmp_path, *(tmp_path / name for name in FOLDER_WRITERS)):
+        put(name, root / name)
+    for folder in (root, *(root / name for name in FOLDER_WRITERS)):
         for link, target in {"latest": ".", "up": "..", "itself": "itself", "one": "other", "other": "one"}.items():
             (folder / link).symlink_to(target)
     for name in FOLDER_WRITERS:
-        assert set(jaxckpt.open(tmp_path / name).leaves) == {"a", "b"}
-        assert jaxckpt.verify(tmp_path / name).ok
-        jaxckpt.convert(tmp_path / name, tmp_path / "ours", overwrite=True)
-        assert jaxckpt.diff(tmp_path / name, tmp_path / "ours").identical
-        assert [entry.format for entry in list_checkpoints(str(tmp_path / name))] == [
-            jaxckpt.open(tmp_path / name).format
-        ]
-    found = {entry.name: entry.status for entry in list_checkpoints(str(tmp_path))}
+        assert set(jaxckpt.open(root / name).leaves) == {"a", "b"}
+        assert jaxckpt.verify(root / name).ok
+        jaxckpt.convert(root / name, root / "ours", overwrite=True)
+        assert jaxckpt.diff(root / name, root / "ours").identical
+        assert [entry.format for entry in list_checkpoints(str(root / name))] == [jaxckpt.open(root / name).format]
+    found = {entry.name: entry.status for entry in list_checkpoints(str(root))}
     assert {name for name, status in found.items() if status == "ok"} == {*FOLDER_WRITERS, "ours"}
     assert {name for name, status in found.items() if status == "unreadable"} == {"itself", "one", "other"}
 
