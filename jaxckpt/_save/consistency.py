@@ -24,6 +24,7 @@ from jaxckpt._devices.interconnect import transfer_context
 from jaxckpt._devices.shardings import processes_of
 from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt._model import typed_json
+from jaxckpt._options import StagingMemory
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import may_be_shared
 from jaxckpt._save.write_plan import SavePlan
@@ -212,11 +213,11 @@ def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
             if len(holders) > 1:
                 own = value.addressable_data(0) if process in holders else ""
                 values.append(_ComparedValue(holders, path, own, is_count=True))
-    _protect(values)
+    _protect(values, draft.staging_memory)
     return values
 
 
-def _protect(values: Sequence[_ComparedValue]) -> None:
+def _protect(values: Sequence[_ComparedValue], memory: StagingMemory) -> None:
     """Protect the values from later changes by the caller. Copies from accelerators to pinned memory are only started:
     they end when the training steps that compute the arrays do. The other arrays are read."""
     copied: list[_ComparedValue] = []
@@ -226,7 +227,7 @@ def _protect(values: Sequence[_ComparedValue]) -> None:
         else:
             entry.value = entry.text()
     with transfer_context(None):
-        copies = start_copies([entry.value for entry in copied])
+        copies = start_copies([entry.value for entry in copied], memory)
     for entry, copy in zip(copied, copies, strict=True):
         entry.value = copy
 

@@ -162,14 +162,15 @@ def stage(
     `whole_shards`, a shard may be copied to the host for several objects at once.
     """
     own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
-    copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
+    memory = draft.staging_memory
+    copies = HostCopies(memory, _shards_in_objects(plan, draft, originals) if whole_shards else None)
     for obj in plan.objects:
         if not plan.exchanged[obj.stack]:
             values = [draft.values[leaf] for leaf in plan.leaves[obj.stack][slice(*obj.box[0])]]
             dtype = DTYPES[plan.stacks[obj.stack].dtype]
             if obj in originals:
                 sources = list(_by_row(obj, values))  # each attempt stages them again
-                late = functools.partial(_stage_pieces, obj, obj.box[1:], sources, 1, dtype, None, HostCopies())
+                late = functools.partial(_stage_pieces, obj, obj.box[1:], sources, 1, dtype, None, HostCopies(memory))
                 yield StagedObject(obj, dtype, 1, [], 0, late)
             elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if draft.casts else None):
                 stack_bytes -= obj.n_bytes if hold else 0

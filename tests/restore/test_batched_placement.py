@@ -35,9 +35,9 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = {"to_host": 0, "to_devices": 0}
     to_host, place_rows, put = device_to_host.start_copies, placement.place_rows, jax.device_put
 
-    def counted_to_host(arrays: list[Any]) -> list[Any]:
+    def counted_to_host(arrays: list[Any], memory: Any) -> list[Any]:
         counts["to_host"] += len(arrays)
-        return to_host(arrays)
+        return to_host(arrays, memory)
 
     def counted_place_rows(*given: Any) -> Any:
         def counted_put(hosts: Any, *rest: Any) -> Any:

@@ -968,7 +968,7 @@ def test_sizes_in_bytes_are_whole_numbers(name: str, size: Any) -> None:
         {"timeout_seconds": "30"}, {"timeout_seconds": True}, {"timeout_seconds": float("nan")},
         {"timeout_seconds": -1}, {"timeout_seconds": None}, {"sync": "no"}, {"sync": 0},
         {"sync": None}, {"cast": True}, {"when_busy": None}, {"compression": ["zstd"]}, {"indivisible": 1},
-        {"storage": [("a", 1)]}, {"progress": "yes"}, {"progress": 1},
+        {"staging_memory": "pinned_host"}, {"storage": [("a", 1)]}, {"progress": "yes"}, {"progress": 1},
     ],
     ids=str,
 )  # fmt: skip
