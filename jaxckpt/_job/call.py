@@ -1,7 +1,7 @@
 """A call that every process of the job makes, in the same order, with everything that it carries along.
 
 with Call.of("save", path, options) as call:
-    plan = call.here(prepare)       # in the caller's thread: with the caller's objects
+    draft = call.here(describe)     # in the caller's thread: with the caller's objects
     result = call.run(work)         # in a lane: with storage, devices and other processes
 """
 
@@ -206,7 +206,9 @@ class Call:
 
     def rendezvous(self, what: str, *, after_caller: bool = False) -> Rendezvous:
         """The next rendezvous, in a lane. `what` names the activity in messages ("saving"). With `after_caller`, the
-        processes did a part of the call in the caller's thread before, where they send no heartbeats."""
+        processes did a part of the call in the caller's thread before, where they send no heartbeats.
+
+        In a job of one process, it returns what it is given."""
         if self.count > 1 and self.n_rendezvous:  # process 0 deletes its keys when all have reached the next one
             self.departures.forget(f"{self.prefix}/{self.n_rendezvous}")
         self.n_rendezvous += 1

@@ -27,7 +27,7 @@ def chunks_of(
     index: tuple[int, ...],
     pieces: Pieces,
     flush: Callable[[], object],
-    batch_bytes: int = zarr.CHUNK_BATCH_BYTES,
+    batch_bytes: int,
 ) -> Iterator[tuple[Sequence[int], Bytes]]:
     """All chunks of an object, in groups: (chunk numbers, their data in that order).
 
@@ -142,7 +142,7 @@ def content_digest(stack: Stack, index: tuple[int, ...], pieces: Pieces) -> str:
     """128-bit XXH3 of the uncompressed content of an object's chunks, as docs/format.md defines it."""
     size = stack.chunk_stored_bytes - 4
     entries: list[tuple[int, bytes]] = []
-    for numbers, data in chunks_of(stack, index, pieces, lambda: None):
+    for numbers, data in chunks_of(stack, index, pieces, lambda: None, zarr.CHUNK_BATCH_BYTES):
         entries += zip(numbers, map(chunk_digest, data.reshape(-1, size)), strict=True)
     return combined_digest(entries)
 

@@ -312,7 +312,7 @@ class StepBuffers:
             arrays = self._delivery.deliver(self.step, self._buffers)
             if self.step.held_bytes:
                 self._budget.free(self.step.held_bytes)
-                self._budget.lend(_ToDevices(self.step.held_bytes, self._block, arrays, self.memory))
+                self._budget.take_until_done(_ToDevices(self.step.held_bytes, self._block, arrays, self.memory))
             self._buffers = []
         return not self._n_reads_left
 

@@ -18,7 +18,7 @@ from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline import lanes
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.threads import Latch, Task, is_shutting_down
 from jaxckpt._run_folder.leases import Leases, marked_steps, pinned_steps, require_unpinned
 from jaxckpt._run_folder.metrics import clear_step, remove_metrics_of_deleted_steps

@@ -30,8 +30,8 @@ from jaxckpt._options import (
     require_seconds,
     require_whole_number,
 )
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_to_the_end
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
 from jaxckpt._restore.strictness import Strict

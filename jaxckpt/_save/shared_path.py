@@ -18,7 +18,7 @@ from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, require_bool
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._run_folder.run_paths import resolve_step
 from jaxckpt._run_folder.steps import is_step

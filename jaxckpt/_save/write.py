@@ -20,10 +20,10 @@ from jaxckpt._model import manifest as manifests
 from jaxckpt._model.grid import intersection, slices_within
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._pipeline.control import RateLimiter
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import release_caller
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.compose_manifest import WrittenShare
 from jaxckpt._save.request import PreparedSave

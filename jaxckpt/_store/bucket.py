@@ -41,9 +41,8 @@ from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, retry_seconds
-from jaxckpt._pipeline.lanes import log
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.progress import log_kept, log_swept
+from jaxckpt._pipeline.progress import log, log_kept, log_swept
 from jaxckpt._pipeline.workers import MappedWork, note_progress
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
 from jaxckpt._store.hedging import HedgedKeys, HedgedRead, Server
@@ -518,17 +517,14 @@ class Bucket:
         if self._transition(data, ["writing"], "swept"):
             self.delete(data)
 
-    def sweep(self, current: str | None) -> bool:
-        """A save that started from a manifest other than the current one can never publish."""
-        return self._sweep(current, all_writers=False)
-
     def clear(self, *, evict: bool = True) -> None:
         """A live writer learns from its note that its data is gone. Nothing shows whether a writer is alive."""
         if evict:
-            self._sweep(None, all_writers=True)
+            self.sweep(None, evict=True)
 
-    def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
-        """Delete data folders other than `current`, except of saves that may still publish. Returns if any is left."""
+    def sweep(self, current: str | None, *, evict: bool = False) -> bool:
+        """A save that started from a manifest other than the current one can never publish. With `evict`, no other save
+        can."""
         left = False
         for name in sorted({name for name, _ in self._data_keys()}):
             if name == current:
@@ -544,13 +540,13 @@ class Bucket:
                 left = True  # its writer is unknown
                 continue
             no_writer = content is None or note.get("state") in ("published", "swept")
-            outdated = all_writers or note.get("replaces") != manifest_identity(manifest)
+            outdated = evict or note.get("replaces") != manifest_identity(manifest)
             if manifest is None and no_writer and name in find_lost(self):
                 log_kept(self.url, name)
                 left = True
             elif no_writer or (outdated and self._transition(name, ["writing", "publishing"], "swept")):
                 self.delete(name)
-                if not all_writers:
+                if not evict:
                     log_swept(self.url, name)
             else:
                 left = True

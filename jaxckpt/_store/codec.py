@@ -27,10 +27,9 @@ from jaxckpt._options import THREADS
 from jaxckpt._store.store import ObjectRecord
 from jaxckpt.errors import DataError
 
-BATCH_BYTES = 4 << 20
-READ_BYTES = 16 << 20
-"""Approximate bytes per system call that writes, or that reads into the destination. A thread releases the GIL for a
-system call and then waits to get it back, so few calls are better than many. As much is gathered with one call of
+WRITE_BYTES, READ_BYTES = 4 << 20, 16 << 20
+"""Approximate bytes per system call: one that writes, one that reads into the destination. A thread releases the GIL
+for a system call and then waits to get it back, so few calls are better than many. As much is gathered with one call of
 NumPy: next to a loop that computes in Python for 0.1 ms a step, a background save of 1 GiB takes 0.8 s, and took 12 s
 when each chunk of 2 MiB was gathered and written by itself."""
 
@@ -55,7 +54,7 @@ def encode(
     """Encode an object. `write` gets its bytes in sequence, and must be done with them when it returns. With `content`,
     also compute the digest of its content."""
     out = _Output(write, stack.chunk_stored_bytes, content)
-    for numbers, data in chunks_of(stack, index, pieces, out.write, BATCH_BYTES):
+    for numbers, data in chunks_of(stack, index, pieces, out.write, WRITE_BYTES):
         out.add(numbers, data)
     out.buffers.append(encode_index(stack, out.numbers))
     out.write()
@@ -95,7 +94,7 @@ class _Output:
                 self.contents.append(chunk_digest(chunk))
             self.buffers += (chunk, checksum.to_bytes(4, "little"))
             self._waiting_bytes += self._stored_bytes
-            if self._waiting_bytes >= BATCH_BYTES:
+            if self._waiting_bytes >= WRITE_BYTES:
                 self.write()
         self.numbers += numbers
 
@@ -117,13 +116,13 @@ Target = tuple[Box, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenObject:
-    """An object that is being read."""
+class ObjectDecoder:
+    """Reads boxes of one object."""
 
     stack: Stack
     index: tuple[int, ...]
     path: str
-    chunk_index: ChunkIndex
+    chunk_table: ChunkTable
 
     read_into: Callable[[int, Sequence[Any]], object]
     """Fills buffers, in sequence, with the object's bytes from an offset on."""
@@ -141,9 +140,9 @@ class OpenObject:
             buffered += ((chunks, group) for chunks, destination in runs if destination is None)
         for group in _merge_tiling_groups(scattered, self.stack.chunk) if len(scattered) > 1 else scattered:
             region = hull(box for box, _ in group)
-            blocks = zarr.chunk_blocks(self.stack, self.index, region, self.chunk_index.starts, BLOCK_BYTES)
+            blocks = zarr.chunk_blocks(self.stack, self.index, region, self.chunk_table.starts, BLOCK_BYTES)
             buffered += ((chunks, group) for chunks in blocks)
-        buffered.sort(key=lambda block: self.chunk_index.starts[block[0].numbers[0]])
+        buffered.sort(key=lambda block: self.chunk_table.starts[block[0].numbers[0]])
         if destinations:
             self._read_in_place(destinations)
         if buffered:
@@ -168,12 +167,12 @@ class OpenObject:
         """Read chunks directly into their destinations, in file order, then check them."""
         numbers = [number for run, _ in destinations for number in run]
         chunks = [chunk for run, destination in destinations for chunk in _split_chunks(destination, len(run))]
-        order = np.argsort(self.chunk_index.starts[numbers]).tolist()
+        order = np.argsort(self.chunk_table.starts[numbers]).tolist()
         numbers, chunks = [numbers[position] for position in order], [chunks[position] for position in order]
         stored = np.empty(len(chunks), "<u4")
         buffers = _interleave(chunks, stored)
         sums = list[int]()
-        for runs in self.chunk_index.runs(self.path, numbers, range(0, len(chunks), self._n_chunks(READ_BYTES))):
+        for runs in self.chunk_table.runs(self.path, numbers, range(0, len(chunks), self._n_chunks(READ_BYTES))):
             for start, begun, end in runs:
                 self.read_into(start, buffers[2 * begun : 2 * end])
             sums += [_checksum(chunk, 64 << 10) for chunk in chunks[runs[0][1] : runs[-1][2]]]
@@ -190,7 +189,7 @@ class OpenObject:
         counts = (sum(len(chunks.numbers) for chunks, _ in batch) for batch in batches)
         borders = {0, *itertools.accumulate(counts)}
         sums, stored, has_invalid_bools = list[int](), list[bytes](), False
-        for batch, runs in zip(batches, self.chunk_index.runs(self.path, numbers, borders), strict=True):
+        for batch, runs in zip(batches, self.chunk_table.runs(self.path, numbers, borders), strict=True):
             first, count = runs[0][1], runs[-1][2] - runs[0][1]
             for start, begun, end in runs:
                 self.read_into(start, [memory[(begun - first) * size : (end - first) * size]])
@@ -223,7 +222,7 @@ class OpenObject:
             raise self._damage(numbers[int(damaged[0])])
         if has_invalid_bools:
             raise DataError(f"{self.path} has values that are neither true nor false")
-        self.chunk_index.record_sums(self.path, numbers, stored)
+        self.chunk_table.record_sums(self.path, numbers, stored)
 
     def _damage(self, number: int) -> DataError:
         """The error of a damaged chunk."""
@@ -239,8 +238,8 @@ def _has_invalid_bools(data: Array) -> bool:
     return bool(np.max(data) > 1)
 
 
-class ChunkIndex:
-    """The index of an object: offsets of its chunks, and the checksums of those that were read."""
+class ChunkTable:
+    """The index at the end of an object: offsets of its chunks, and the checksums of those that were read."""
 
     def __init__(self, path: str, stack: Stack, tail: Bytes, length: int, digest: str) -> None:
         """`tail` is the stored index of an object of `length` bytes. Raises DataError."""

@@ -185,9 +185,11 @@ class Folder:
     ) -> ArrayReader:
         if self._uses_own_engine(stack):
             plain = set[str]()
-            below = len(self._path(""))
-            folder = self._path(data, stack.name)
-            return FileReader(folder, stack, stored, lambda path: self._inspect_file(path[below:], plain)[1])
+
+            def path_problem(index: tuple[int, ...]) -> str | None:
+                return self._inspect_file(f"{data}/{zarr.object_key(stack, index)}", plain)[1]
+
+            return FileReader(self._path(data, stack.name), stack, stored, path_problem)
         return TensorFileReader(self, data, stack, stored, TensorReader(open_in_folder(self.folder, data, stack)))
 
     can_link = True

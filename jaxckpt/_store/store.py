@@ -236,9 +236,9 @@ class Store(Protocol):
     def discard(self, data: str) -> None:
         """Delete the data of a failed save, unless that save may still be published."""
 
-    def sweep(self, current: str | None) -> bool:
+    def sweep(self, current: str | None, *, evict: bool = False) -> bool:
         """Delete the data of saves that can no longer publish, except the folder in use, `current`. Returns whether
-        data of saves that may still publish is left."""
+        data of saves that may still publish is left. `evict` as in `clear`."""
         ...
 
     def clear(self, *, evict: bool = True) -> None:
@@ -267,8 +267,8 @@ class RunningWrite(Protocol):
 _finders: list[Callable[[], Iterable[RunningWrite]]] = []
 
 
-def report_writes(find: Callable[[], Iterable[RunningWrite]]) -> None:
-    """Register a function that returns the running writes."""
+def register_running_writes(find: Callable[[], Iterable[RunningWrite]]) -> None:
+    """Register a function that returns the running writes. `_save.running_saves` does, when it is imported."""
     _finders.append(find)
 
 

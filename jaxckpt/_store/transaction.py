@@ -1,8 +1,8 @@
-"""Turns data at a path into a checkpoint. All saves publish here; `repair` publishes the second copy of a manifest.
+"""Turns data at a path into a checkpoint. All saves publish here.
 
     with contextlib.closing(begin(store, save_id, previous, stacks)) as transaction:    # in one process
         …                                                       # every process writes to `transaction.data`
-        transaction.commit(manifest)
+        transaction.commit(manifest, sync=True)
 
 If the block ends without a commit, the data is deleted. After a commit, the checkpoint that it replaces is.
 """
@@ -47,7 +47,7 @@ class Transaction:
         self.has_leftovers = False
         """Whether there is data whose writer may be alive. After the commit, that writer cannot publish."""
 
-        self.is_shared = False
+        self.is_spread = False
         """Whether other processes have parts of this checkpoint in folders of their own, and may publish it at any
         moment. Nothing is deleted then; the next save does that."""
 
@@ -72,7 +72,7 @@ class Transaction:
         if self._is_closed:
             return
         self._is_closed = True
-        is_final = self._is_committed and not self.is_shared
+        is_final = self._is_committed and not self.is_spread
         old = None if self.previous is None or not is_final else data_folder_of(self.previous)
         if old is not None:
             # Before the note of this writer, so that the copies never leave open which save was the last.
@@ -91,7 +91,7 @@ class Transaction:
         store = self.store
         try:
             # An error may come after the manifest was published.
-            if self._is_committed or self.is_shared or may_reference_data(store.read(MANIFEST), self.data):
+            if self._is_committed or self.is_spread or may_reference_data(store.read(MANIFEST), self.data):
                 store.remove(f"{self.data}/{WRITER}")
             else:
                 store.discard(self.data)
@@ -117,7 +117,7 @@ def begin(store: Store, save_id: str, previous: bytes | None, stacks: Iterable[S
 def begin_own(store: Store, save_id: str, stacks: Iterable[Stack]) -> Transaction:
     """The same in the folder of one process of several that publish the checkpoint, each in its own folder."""
     transaction = store.begin_save(save_id, store.read(MANIFEST))
-    transaction.is_shared = True
+    transaction.is_spread = True
     return _create_arrays(transaction, stacks)
 
 

@@ -188,7 +188,7 @@ def test_chunks_are_the_same_however_many_are_gathered_together(stack: Stack, da
     def written(batch_bytes: int) -> tuple[Any, list[bytes]]:
         out = bytearray()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_codec, "BATCH_BYTES", batch_bytes)
+            patch.setattr(_codec, "WRITE_BYTES", batch_bytes)
             record = _codec.encode(
                 stack, index, pieces, lambda buffers: out.extend(b"".join(map(bytes, buffers))), content=True
             )
