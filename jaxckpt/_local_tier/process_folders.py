@@ -55,7 +55,7 @@ from jaxckpt._save.staging import StagedAhead, StagedObject
 from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import ArrayLeaf, Object
 from jaxckpt._store.store import Store
-from jaxckpt._store.transaction import Transaction, begin_own
+from jaxckpt._store.transaction import Transaction, open_own_transaction
 
 
 class _SaveAgreement(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class ProcessFolders:
         with contextlib.ExitStack() as undone, call.rendezvous("looking for the checkpoint's folder") as rendezvous:
             with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
                 self._tier.delete_other_steps(agreed.kept)
-                transaction = begin_own(self.store, agreed.save_id, save.plan.stacks)
+                transaction = open_own_transaction(self.store, agreed.save_id, save.plan.stacks)
                 undone.callback(transaction.close)
             with phases.timed("barrier"):
                 rendezvous.gather("")

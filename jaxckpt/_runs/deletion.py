@@ -392,7 +392,7 @@ class Deletion:
             self._directory.remember(SavedStep.of(step.number, manifest, undroppable))
             return
         less = manifests.drop_subtrees(manifest, dropped)
-        child.publish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
+        child.republish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
         self._directory.remember(SavedStep.of(step.number, less, undroppable))
         child.trim(less.data_folder, (record.stack() for record in less.stacks))
 

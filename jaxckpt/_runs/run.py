@@ -67,7 +67,7 @@ from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store, await_writes
 from jaxckpt._store.store_path import Path, run_at, store_at
-from jaxckpt._store.transaction import begin
+from jaxckpt._store.transaction import open_transaction
 from jaxckpt.errors import (
     CheckpointExistsError,
     DataError,
@@ -110,7 +110,7 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
     """Link the objects of a checkpoint, write its small files again, and publish it."""
     manifest, content = load_manifest(source.store)
     data = manifest.data_folder
-    with contextlib.closing(begin(target, manifest.save_id, None, manifest.decoded_stacks)) as transaction:
+    with contextlib.closing(open_transaction(target, manifest.save_id, None, manifest.decoded_stacks)) as transaction:
         for record, stack in zip(manifest.stacks, manifest.decoded_stacks, strict=True):
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"

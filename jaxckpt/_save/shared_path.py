@@ -37,7 +37,7 @@ from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.load_manifest import find_lost, repair_hint
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import Path, require_no_dangling_link, unchecked_store_at
-from jaxckpt._store.transaction import Transaction, begin
+from jaxckpt._store.transaction import Transaction, open_transaction
 from jaxckpt.errors import CheckpointExistsError, PathNotSharedError, show_count
 
 
@@ -115,7 +115,7 @@ class SharedPath:
 
         Raises CheckpointExistsError, StorageError.
         """
-        return begin(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
+        return open_transaction(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
 
     def write(self, share: OwnShare, data: str, ahead: StagedAhead) -> WrittenShare:
         """Write the share of this process into a data folder. Every process."""

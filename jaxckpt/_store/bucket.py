@@ -33,7 +33,6 @@ from jaxckpt._model.file_names import (
     WRITER,
     data_folder,
     is_data_folder,
-    is_data_referenced,
     may_reference_data,
 )
 from jaxckpt._model.grid import Box
@@ -50,7 +49,6 @@ from jaxckpt._store.load_manifest import find_lost, manifest_identity, overtaken
 from jaxckpt._store.storage_errors import clean_error_text, translate_array_errors
 from jaxckpt._store.store import MAX_FILE_BYTES, ObjectRecord, Store
 from jaxckpt._store.tensors import ROOT_CONTEXT
-from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import DataError, InputError, StorageError
 
 T = TypeVar("T")
@@ -386,7 +384,7 @@ class Bucket:
 
     # Publication ------------------------------------------------------------------------------------------
 
-    def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
+    def begin_save(self, save_id: str, previous: bytes | None) -> tuple[None, bool]:
         data = data_folder(save_id)
         key = f"{data}/{WRITER}"
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
@@ -401,7 +399,7 @@ class Bucket:
                 self.remove(key)
                 self.delete(data)
             raise
-        return Transaction(self, data, previous)
+        return None, False
 
     def _write_if_unchanged(self, key: str, generation: bytes, content: bytes) -> bool:
         """Write a key if its content is still what was read with `generation`. `content` must be unique to this
@@ -435,27 +433,22 @@ class Bucket:
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         current, generation = self.read_whole(MANIFEST)
-        if current != previous:
+        if current != previous or not self._transition(data, ["writing"], "publishing"):
             raise overtaken_error(self.url)
-        # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
-        by_writer = not is_data_referenced(previous, data)
-        if not by_writer:
-            self._update_copy(data, manifest)
-        elif self._transition(data, ["writing"], "publishing"):
-            self.put(f"{data}/{COPY}", manifest)
-        else:
-            raise overtaken_error(self.url)
+        self.put(f"{data}/{COPY}", manifest)
         if not self._write_if_unchanged(MANIFEST, generation, manifest):
             raise overtaken_error(self.url)
-        if by_writer:
-            self._require_unswept(data, manifest, previous)
+        self._require_unswept(data, manifest, previous)
 
-    def _update_copy(self, data: str, manifest: bytes) -> None:
-        """Replace the second copy of a manifest, if it exists. A copy that was removed, because the checkpoint is
-        being deleted, is not created again."""
-        content, generation = self.read_whole(f"{data}/{COPY}")
+    def republish(self, data: str, manifest: bytes, previous: bytes, *, sync: bool) -> None:
+        current, generation = self.read_whole(MANIFEST)
+        if current != previous:
+            raise overtaken_error(self.url)
+        content, of_copy = self.read_whole(f"{data}/{COPY}")
         if content is not None:
-            self._write_if_unchanged(f"{data}/{COPY}", generation, manifest)
+            self._write_if_unchanged(f"{data}/{COPY}", of_copy, manifest)
+        if not self._write_if_unchanged(MANIFEST, generation, manifest):
+            raise overtaken_error(self.url)
 
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
         current, generation = self.read_whole(MANIFEST)
