@@ -302,7 +302,7 @@ def _units(pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]]) -> Iterator[tuple[_
                 yield (path, None), size
                 continue
             stack, itemsize = leaf.stack, size // math.prod(leaf.stored_shape)
-            grids = (stack.object[1:], stack.chunk[1:])
+            grids = (stack.object_sides[1:], stack.chunk_sides[1:])
             for box in cut_to_size(whole_box(leaf.stored_shape), grids, UNIT_BYTES // itemsize):
                 yield (path, box), volume(box) * itemsize
 
@@ -321,7 +321,7 @@ def _compare(
         yield from _boxes(*sides, {path: pairs[path] for path, cut in unit if cut is None}, options)
         for path, cut in unit:
             if cut is not None:
-                for box in cut_to_size(cut, (pairs[path][0].stack.chunk[1:],), _fits(pairs[path], options)):
+                for box in cut_to_size(cut, (pairs[path][0].stack.chunk_sides[1:],), _fits(pairs[path], options)):
                     yield path, sides[0].box(path, box), sides[1].box(path, box)
 
     for path, box_a, box_b in boxes():
@@ -376,7 +376,7 @@ def _boxes(
             continue
         stack, shape = leaf.stack, leaf.stored_shape
         fits = _fits((leaf, other), options)
-        grids = (stack.object[1:], stack.chunk[1:])
+        grids = (stack.object_sides[1:], stack.chunk_sides[1:])
         for box in cut_to_size(whole_box(shape), grids, fits):
             yield path, a.box(path, box), b.box(path, box)
     if batch:

@@ -383,7 +383,7 @@ class StoredArray:
         sides = [max(1, side) for side in stack.shape]
         grids = [
             [1] * dim + [chunk * max(1, fits // (chunk * math.prod(sides[dim + 1 :])))] + sides[dim + 1 :]
-            for dim, chunk in enumerate(stack.chunk[1:])
+            for dim, chunk in enumerate(stack.chunk_sides[1:])
         ]
         for box in cut_to_size(whole_box(stack.shape), grids, fits):
             yield self[tuple(slice(*side) for side in box)]

@@ -146,7 +146,7 @@ def _grouped(stack: Stack, wants: Sequence[WantedRows], step_bytes: int) -> Iter
     """Groups of wants. A group has at most `step_bytes`, or is one row of chunks, which is never split."""
     group: list[WantedRows] = []
     group_bytes = 0
-    chunk_rows = stack.chunk[0]
+    chunk_rows = stack.chunk_sides[0]
     for unit in _units(chunk_rows, wants):
         unit_bytes = sum(want.n_elements for want in unit) * stack.itemsize
         (row, end), chunks_bytes = unit[0].rows, unit_bytes
@@ -201,10 +201,10 @@ def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_byt
         streamed = not want.keeps_buffers and _bytes(stack, want) > max_buffer_bytes
         runs.append(Run((begun, end), *form, streamed))
     regions: list[Region] = []
-    for together in _sharing_chunks(runs, stack.chunk[0]):
+    for together in _sharing_chunks(runs, stack.chunk_sides[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
         boxes = [runs[run].buffer_box(box) for run, box in targets]
-        for box, served in cut_at_chunks(boxes, stack.chunk):
+        for box, served in cut_at_chunks(boxes, stack.chunk_sides):
             regions.append(_region(runs, box, [targets[i] for i in served]))
     n_bytes = sum(want.n_elements for want in wants) * stack.itemsize
     held_bytes = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.is_transient)
@@ -232,12 +232,12 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: 
         return
     # Data in one object is read together as far as it fits, because tensorstore merges it into few requests.
     by_object: dict[tuple[int, ...], list[Region]] = {}
-    grids = (stack.object, stack.chunk)
+    grids = (stack.object_sides, stack.chunk_sides)
     for region in regions:
         for box in cut_down(region.box, grids, lambda box: _stored_bytes(stack, box) <= max_bytes):
             clipped = _clipped(runs, region, box)
             if clipped is not None:
-                index = tuple(start // side for (start, _), side in zip(clipped.box, stack.object, strict=True))
+                index = tuple(start // side for (start, _), side in zip(clipped.box, stack.object_sides, strict=True))
                 by_object.setdefault(index, []).append(clipped)
     group: list[Region] = []
     group_bytes = 0
@@ -263,8 +263,8 @@ def _read(stack: Stack, runs: Sequence[Run], regions: Sequence[Region]) -> Read:
 
 def _stored_bytes(stack: Stack, box: Box) -> int:
     """Bytes of the chunks that a box touches."""
-    chunks = math.prod(b - a for a, b in touched_cells(box, stack.chunk))
-    return chunks * math.prod(stack.chunk) * stack.itemsize
+    chunks = math.prod(b - a for a, b in touched_cells(box, stack.chunk_sides))
+    return chunks * math.prod(stack.chunk_sides) * stack.itemsize
 
 
 def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
@@ -343,7 +343,7 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: in
         read_bytes = requests = 0
         for obj, boxes in itertools.chain.from_iterable(_boxes_by_object(stack, read) for read in step.reads):
             is_whole = sum(map(volume, boxes)) == volume(obj)
-            chunks = sum(math.prod(b - a for a, b in touched_cells(box, stack.chunk)) for box in boxes)
+            chunks = sum(math.prod(b - a for a, b in touched_cells(box, stack.chunk_sides)) for box in boxes)
             read_bytes += chunks * stack.chunk_stored_bytes + stack.index_bytes
             requests += 1 if is_whole else 1 + chunks
         total += ReadCost(step.n_bytes, read_bytes, requests=requests)

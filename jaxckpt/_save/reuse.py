@@ -307,4 +307,4 @@ def _await_write(record: WrittenObject, pending: Pending[ObjectRecord]) -> Writt
 
 
 def _stack_key(stack: Stack) -> _ContentKey:
-    return stack.dtype, stack.chunk, stack.object, stack.compression
+    return stack.dtype, stack.chunk_sides, stack.object_sides, stack.compression

@@ -132,13 +132,13 @@ class ObjectDecoder:
         chunks are read into a buffer that fits the core's cache, checked, and copied from there."""
         destinations, buffered = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[Target]]]()
         scattered: list[list[Target]] = []
-        for group in _group_by_shared_chunks(targets, self.stack.chunk):
+        for group in _group_by_shared_chunks(targets, self.stack.chunk_sides):
             if (runs := self._runs_in_place(group)) is None:
                 scattered.append(group)
                 continue
             destinations += ((chunks.numbers, destination) for chunks, destination in runs if destination is not None)
             buffered += ((chunks, group) for chunks, destination in runs if destination is None)
-        for group in _merge_tiling_groups(scattered, self.stack.chunk) if len(scattered) > 1 else scattered:
+        for group in _merge_tiling_groups(scattered, self.stack.chunk_sides) if len(scattered) > 1 else scattered:
             region = hull(box for box, _ in group)
             blocks = zarr.chunk_blocks(self.stack, self.index, region, self.chunk_table.starts, BLOCK_BYTES)
             buffered += ((chunks, group) for chunks in blocks)
@@ -157,8 +157,8 @@ class ObjectDecoder:
         run = zarr.contiguous_chunk_numbers(self.stack, self.index, box) if target.flags.c_contiguous else None
         if run is not None:
             return [(Chunks(run, box, range(len(box))), target.reshape(-1).view(np.uint8))]
-        firsts = (-(-start // side) * side for (start, _), side in zip(box, self.stack.chunk, strict=True))
-        if contiguous_bytes(box_at(firsts, self.stack.chunk), box, target) is None:
+        firsts = (-(-start // side) * side for (start, _), side in zip(box, self.stack.chunk_sides, strict=True))
+        if contiguous_bytes(box_at(firsts, self.stack.chunk_sides), box, target) is None:
             return None
         runs = zarr.chunk_runs(self.stack, self.index, box)
         return [(chunks, contiguous_bytes(chunks.box, box, target)) for chunks in runs]
