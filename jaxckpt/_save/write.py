@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._job.call import CollectiveCalls
+from jaxckpt._devices.interconnect import CollectiveCalls
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.grid import intersection, slices_within
 from jaxckpt._model.pieces import Array, Pieces

@@ -53,17 +53,19 @@ def encode(
 ) -> ObjectRecord:
     """Encode an object. `write` gets its bytes in sequence, and must be done with them when it returns. With `content`,
     also compute the digest of its content."""
-    out = _Output(write, stack.chunk_stored_bytes, content)
-    for numbers, data in chunks_of(stack, index, pieces, out.write, WRITE_BYTES):
-        out.add(numbers, data)
-    out.buffers.append(encode_index(stack, out.numbers))
-    out.write()
-    in_order = np.array(out.sums, "<u4")[np.argsort(out.numbers)]
-    compared = combined_digest(zip(out.numbers, out.contents, strict=True)) if content else ""
-    return ObjectRecord(len(out.numbers) * stack.chunk_stored_bytes + stack.index_bytes, digest_of(in_order), compared)
+    queue = _ChunkQueue(write, stack.chunk_stored_bytes, content)
+    for numbers, data in chunks_of(stack, index, pieces, queue.flush, WRITE_BYTES):
+        queue.add(numbers, data)
+    queue.buffers.append(encode_index(stack, queue.numbers))
+    queue.flush()
+    in_order = np.array(queue.sums, "<u4")[np.argsort(queue.numbers)]
+    compared = combined_digest(zip(queue.numbers, queue.contents, strict=True)) if content else ""
+    return ObjectRecord(
+        len(queue.numbers) * stack.chunk_stored_bytes + stack.index_bytes, digest_of(in_order), compared
+    )
 
 
-class _Output:
+class _ChunkQueue:
     """The chunks of an object, each followed by its checksum, on their way to `write`."""
 
     def __init__(self, write: Callable[[Sequence[Any]], object], stored_bytes: int, content: bool) -> None:
@@ -86,7 +88,7 @@ class _Output:
         self._waiting_bytes = 0
 
     def add(self, numbers: Sequence[int], data: Bytes) -> None:
-        """Write chunks that follow each other in memory. The memory must not change until the next `write`."""
+        """Queue chunks that follow each other in memory. The memory must not change until the next `flush`."""
         for chunk in _split_chunks(data, len(numbers)):
             checksum = _checksum(chunk)
             self.sums.append(checksum)
@@ -95,10 +97,10 @@ class _Output:
             self.buffers += (chunk, checksum.to_bytes(4, "little"))
             self._waiting_bytes += self._stored_bytes
             if self._waiting_bytes >= WRITE_BYTES:
-                self.write()
+                self.flush()
         self.numbers += numbers
 
-    def write(self) -> None:
+    def flush(self) -> None:
         self._write(self.buffers)
         self.buffers, self._waiting_bytes = [], 0
 
@@ -133,11 +135,12 @@ class ObjectDecoder:
         destinations, buffered = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[Target]]]()
         scattered: list[list[Target]] = []
         for group in _group_by_shared_chunks(targets, self.stack.chunk_sides):
-            if (runs := self._runs_in_place(group)) is None:
+            in_place, others = self._runs_in_place(group)
+            if not in_place:
                 scattered.append(group)
                 continue
-            destinations += ((chunks.numbers, destination) for chunks, destination in runs if destination is not None)
-            buffered += ((chunks, group) for chunks, destination in runs if destination is None)
+            destinations += in_place
+            buffered += ((chunks, group) for chunks in others)
         for group in _merge_tiling_groups(scattered, self.stack.chunk_sides) if len(scattered) > 1 else scattered:
             region = hull(box for box, _ in group)
             blocks = zarr.chunk_blocks(self.stack, self.index, region, self.chunk_table.starts, BLOCK_BYTES)
@@ -148,20 +151,21 @@ class ObjectDecoder:
         if buffered:
             self._read_buffered(buffered)
 
-    def _runs_in_place(self, targets: Sequence[Target]) -> list[tuple[Chunks, Bytes | None]] | None:
-        """The chunks of a box, each with its destination if that is contiguous memory. None if not even one chunk has a
-        contiguous destination, or if there are several boxes, which share chunks."""
+    def _runs_in_place(self, targets: Sequence[Target]) -> tuple[list[tuple[Sequence[int], Bytes]], list[Chunks]]:
+        """(runs of chunks with their destination, if that is contiguous memory; all other chunks) of a box. Two empty
+        lists if the first whole chunk has no such destination, or if there are several boxes, which share chunks."""
         if len(targets) > 1:
-            return None
+            return [], []
         ((box, target),) = targets
         run = zarr.contiguous_chunk_numbers(self.stack, self.index, box) if target.flags.c_contiguous else None
         if run is not None:
-            return [(Chunks(run, box, range(len(box))), target.reshape(-1).view(np.uint8))]
+            return [(run, target.reshape(-1).view(np.uint8))], []
         firsts = (-(-start // side) * side for (start, _), side in zip(box, self.stack.chunk_sides, strict=True))
         if contiguous_bytes(box_at(firsts, self.stack.chunk_sides), box, target) is None:
-            return None
-        runs = zarr.chunk_runs(self.stack, self.index, box)
-        return [(chunks, contiguous_bytes(chunks.box, box, target)) for chunks in runs]
+            return [], []
+        runs = [(run, contiguous_bytes(run.box, box, target)) for run in zarr.chunk_runs(self.stack, self.index, box)]
+        in_place = [(chunks.numbers, destination) for chunks, destination in runs if destination is not None]
+        return in_place, [chunks for chunks, destination in runs if destination is None]
 
     def _read_in_place(self, destinations: Sequence[tuple[Sequence[int], Bytes]]) -> None:
         """Read chunks directly into their destinations, in file order, then check them."""

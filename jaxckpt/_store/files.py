@@ -84,8 +84,9 @@ class FileReader(ArrayReader):
     expected: Mapping[str, tuple[int, str]]
     """Length and digest of each object, by grid index."""
 
-    path_problem: Callable[[tuple[int, ...]], str | None]
-    """Returns a problem if an object is not a regular file in real folders, because a link could lead anywhere."""
+    path_problem: Callable[[str], str | None]
+    """Returns a problem if the object at a grid index is not a regular file in real folders, because a link could lead
+    anywhere."""
 
     chunk_tables: dict[tuple[int, ...], ChunkTable] = field(default_factory=dict[tuple[int, ...], ChunkTable])
     """The indexes of the objects that were opened."""
@@ -115,7 +116,7 @@ class FileReader(ArrayReader):
                 raise
 
     def _read_object(self, path: str, index: tuple[int, ...], targets: Sequence[Target]) -> None:
-        problem = None if index in self.chunk_tables else self.path_problem(index)
+        problem = None if index in self.chunk_tables else self.path_problem(zarr.index_key(index))
         if problem:
             raise DataError(f"{path} {problem}")
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

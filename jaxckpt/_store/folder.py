@@ -190,11 +190,10 @@ class Folder:
     ) -> ArrayReader:
         if self._uses_own_engine(stack):
             plain = set[str]()
-
-            def path_problem(index: tuple[int, ...]) -> str | None:
-                return self._inspect_file(f"{data}/{zarr.object_key(stack, index)}", plain)[1]
-
-            return FileReader(self._path(data, stack.name), stack, stored, path_problem)
+            folder = f"{data}/{stack.name}"
+            return FileReader(
+                self._path(folder), stack, stored, lambda index: self._inspect_file(f"{folder}/c/{index}", plain)[1]
+            )
         return TensorFileReader(self, data, stack, stored, TensorReader(open_in_folder(self.folder, data, stack)))
 
     can_link = True
