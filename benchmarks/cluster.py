@@ -63,9 +63,10 @@ from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._restore.read_loop import reads_of
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.wants import Wants, plan_reads, plan_wants
-from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_manifest
 from jaxckpt._save.consistency import Fingerprint, require_equal_fingerprints
 from jaxckpt._save.describe import Draft
+from jaxckpt._save.shared_path import PublishResult, compose_manifest
+from jaxckpt._save.write import WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.fetching import objects_to_fetch
 

@@ -29,7 +29,7 @@ import workloads
 from rich.table import Table
 
 import jaxckpt
-from jaxckpt._restore import assembly, placement, restore, wants
+from jaxckpt._restore import match, placement, restore, wants
 
 TIMED: tuple[tuple[Any, str, str], ...] = (
     (restore, "source_at", "open"),
@@ -38,7 +38,7 @@ TIMED: tuple[tuple[Any, str, str], ...] = (
     (wants, "plan_read", "plan"),
     (placement.LeafBuilder, "deliver", "place"),
     (placement.LeafBuilder, "create_unread_leaves", "place"),
-    (assembly.Assembly, "assemble", "assemble"),
+    (match.Assembly, "assemble", "assemble"),
 )
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from jaxckpt import rules as rules
     from jaxckpt import types as types
     from jaxckpt import weights as weights
-    from jaxckpt._arguments.leaf_types import register_leaf
+    from jaxckpt._arguments.pytree import register_leaf
     from jaxckpt._convert.convert import convert
     from jaxckpt._inspect.diff import diff
     from jaxckpt._inspect.open import Checkpoint, LazyLeaf, open
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 atexit.register(lanes.exit_with_status)  # now, so that it runs after everything that the program registers with atexit
 
 _MODULES = {
-    "_arguments.leaf_types": "register_leaf",
+    "_arguments.pytree": "register_leaf",
     "_convert.convert": "convert",
     "_inspect.diff": "diff",
     "_inspect.open": "Checkpoint LazyLeaf open",

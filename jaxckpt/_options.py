@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import numpy as np
-
-from jaxckpt._keywords import explain_names, hint_for_options
+from jaxckpt._keywords import explain_keywords, explain_names, hint_for_options
 from jaxckpt.errors import InputError
 
 if TYPE_CHECKING:
@@ -93,10 +91,16 @@ COMPRESSIONS = (None, "zstd", "blosc")
 CAST_POLICIES = ("safe", "unsafe")
 """The values of `Options.cast` for a leaf."""
 
+_BOOLS = ("bool", "bool_")
+"""The names of the types of Python's and NumPy's bools. NumPy is not imported, so that the command line starts soon."""
+
 CastPolicies = (
     Literal["safe", "unsafe"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Callable[[str, Any], str | None]
 )
 """One of `CAST_POLICIES`, a pytree prefix of them, or a function of (path, leaf)."""
+
+StagingMemory = Literal["auto", "pinned", "pageable"]
+"""The values of `Options.staging_memory`."""
 
 _PROCESSES = local_processes(os.environ)
 
@@ -132,10 +136,13 @@ class Options:
             "shared" from an object store, if that saves each process 64 MiB on average (docs/many-processes.md).
         host_bytes: Approximate host memory in bytes of a save or restore in addition to the arrays, but at least four
             times `chunk_bytes`. Default: 128 MiB per core, up to 4 GiB and 1/32 of the host's memory, at least 256 MiB.
-            Processes that a launcher started on one host share both.
+            The processes on a host share both: see `process_share`.
         staging_bytes: Host memory in bytes that `save_async` may use for copies of NumPy arrays and of arrays on
             accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
             process writes.
+        staging_memory: Host memory for the copies from accelerators. "pinned": copies need not be awaited, and are fast
+            (H100: 50 GiB/s, otherwise 2), but TPU runtimes never return it. "pageable": `save_async` returns after the
+            copies. "auto": "pinned" if it exists, except on TPUs (docs/accelerators.md).
         max_bytes_per_second: Limit on the rate at which each process writes in `save_async` and reads in `verify`, for
             example to leave bandwidth for data loading. `save` and restores have no limit. None: no limit. `when_busy`
             decides what happens if the next save comes before a slow one has ended.
@@ -176,6 +183,7 @@ class Options:
     read: Literal["each", "shared", "auto"] = "each"
     host_bytes: int = HOST_BYTES
     staging_bytes: int | None = None
+    staging_memory: StagingMemory = "auto"
     max_bytes_per_second: float | None = None
     when_busy: Literal["wait", "skip"] = "wait"
     sync: bool = True
@@ -195,6 +203,7 @@ class Options:
         require_rate(self.max_bytes_per_second, "Options.max_bytes_per_second")
         object.__setattr__(self, "timeout_seconds", require_seconds(self.timeout_seconds, "Options.timeout_seconds"))
         for name, allowed in (
+            ("staging_memory", ("auto", "pinned", "pageable")),
             ("when_busy", ("wait", "skip")),
             ("compression", COMPRESSIONS),
             ("io", ("auto", "tensorstore")),
@@ -228,6 +237,32 @@ class Options:
                 f"Options.chunk_bytes ({self.chunk_bytes}) must not be above object_bytes ({self.object_bytes})"
             )
 
+    @staticmethod
+    @explain_keywords
+    def process_share(bytes_per_host: int) -> int:
+        """The share of this process in memory for all processes of the job on one host.
+
+        Slurm, Open MPI, MPICH, Intel MPI, Cray's MPI, torchrun and Ray set the number of processes in the environment,
+        before jaxckpt is imported. Without such a launcher, one process per host is assumed: the share is all of it.
+
+        If hosts have different numbers of processes, Slurm's largest number counts, so that all shares are equal, as
+        `read="shared"` requires of `host_bytes`. The other launchers set the number of each host: the shares differ.
+
+        Args:
+            bytes_per_host: Memory in bytes for all processes of the job on one host.
+
+        Returns:
+            The bytes for this process, at least 1, for `host_bytes` or `staging_bytes`.
+
+        Raises:
+            InputError: `bytes_per_host` is not a whole number above zero.
+
+        Examples:
+            >>> import jaxckpt
+            >>> options = jaxckpt.Options(staging_bytes=jaxckpt.Options.process_share(64 << 30))
+        """
+        return max(1, require_whole_number(bytes_per_host, "bytes_per_host", minimum=1) // _PROCESSES)
+
 
 def options_or_default(options: Options | None) -> Options:
     """The options of a call: the caller's, or the defaults for None. Raises InputError for anything else."""
@@ -244,7 +279,7 @@ def options_or_default(options: Options | None) -> Options:
 def require_whole_number(value: object, what: str, *, minimum: int, maximum: int | None = None) -> int:
     """An integer of any type, including NumPy's, as an int. Raises InputError for a bool and for any other value."""
     try:
-        number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
+        number = None if type(value).__name__ in _BOOLS else operator.index(cast("Any", value))
     except TypeError:
         number = None
     if number is None or number < minimum or (maximum is not None and number > maximum):
@@ -261,7 +296,7 @@ def optional(require: Callable[..., T], value: object, what: str, **limits: int)
 
 def require_bool(value: object, what: str, where: str = "") -> bool:
     """A bool, including NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
-    if not isinstance(value, (bool, np.bool_)):
+    if type(value).__name__ not in _BOOLS:
         raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}{where}")
     return bool(value)
 

@@ -187,9 +187,7 @@ class V1Handler:
         """Start to save. Returns as soon as it is safe to donate, delete or overwrite the arrays."""
         path: Path = directory.path
         turn = _call_in_name_order(
-            path,
-            directory.await_creation(),
-            lambda: save_async(path, _v1_cast(checkpointable), options=self.options),
+            path, directory.await_creation(), lambda: save_async(path, _v1_cast(checkpointable), options=self.options)
         )
         return _wait_and_mark(await (await turn), path)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import processes
 import pytest
 
-from jaxckpt import _options
+from jaxckpt import Options, _options
+from jaxckpt.errors import InputError
 
 GIB = 1 << 30
 
@@ -61,3 +62,21 @@ def test_processes_that_a_launcher_started_share_the_default(run_python: process
     shown = "from jaxckpt import Options; from jaxckpt._options import THREADS; print(Options().host_bytes, THREADS)"
     host_bytes, threads = map(int, run_python(shown, env={"LOCAL_WORLD_SIZE": "64"}).split())
     assert (host_bytes, threads) == (256 << 20, 2)
+
+
+def test_a_size_for_the_host_is_shared(run_python: processes.RunPython) -> None:
+    """The processes of a Slurm job whose hosts differ have equal shares, as shared reads require."""
+    show = "from jaxckpt import Options as O; print(O.process_share(10 << 30), O.process_share(3), O().host_bytes)"
+    for launcher, share, least in (
+        ({}, 10 << 30, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,8(x2)"}, (10 << 30) // 8, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, (10 << 30) // 4, 1),
+    ):
+        one, small, default = map(int, run_python(show, env=launcher).split())
+        assert (one, small) == (share, least)
+        assert default >= 256 << 20, "the default is already a share"
+    with pytest.raises(InputError, match="bytes_per_host must be a whole number above zero, found 0"):
+        Options.process_share(0)
+    for wrong in (True, 1.5, "1", None):
+        with pytest.raises(InputError, match="bytes_per_host must be a whole number"):
+            Options.process_share(wrong)  # pyright: ignore[reportArgumentType]

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import itertools
 import pickle
 import re
 import traceback
@@ -228,22 +229,23 @@ def test_each_unknown_keyword_has_a_line(tmp_path: Path) -> None:
 
 def test_every_name_that_is_proposed_exists() -> None:
     """So that a renamed argument does not leave a hint behind."""
-    from jaxckpt import _keywords
+    from jaxckpt._keywords import names_of_others
 
-    for names in _keywords._SAME_MEANING.values():  # pyright: ignore[reportPrivateUsage]
+    tables = names_of_others()
+    for names in tables["same"].values():
         for home, _, ours in (place.rpartition(".") for places in names.values() for place in places.split()):
             assert ours in inspect.signature(CALLABLES[home]).parameters, (home, ours)
     arguments_of_all = {name for function in CALLABLES.values() for name in inspect.signature(function).parameters}
-    for hint in _keywords._OTHER_MEANING.values():  # pyright: ignore[reportPrivateUsage]
+    for hint in tables["other"]["Orbax"].values():
         assert set(re.findall(r"(\w+)=", hint)) <= arguments_of_all, hint
-    attributes = (*_keywords._ATTRIBUTES.items(), *_keywords._MISPLACED.items())  # pyright: ignore[reportPrivateUsage]
-    for cls, hints in attributes:
+    for cls, hints in itertools.chain.from_iterable(of.items() for of in tables["attributes"].values()):
         for theirs, hint in hints.items():
             assert not hasattr(getattr(jaxckpt, cls), theirs)
             if used := re.match(r"use (the )?(\w+)", hint):
                 owner = jaxckpt.Run if used[1] else getattr(jaxckpt, cls)
                 assert used[2] == "jaxckpt" or hasattr(owner, used[2]), hint
-    for theirs, ours in _keywords._MODULE_ATTRIBUTES.items():  # pyright: ignore[reportPrivateUsage]
+    modules = {name: f"{module}.{name}" for module, names in tables["modules"].items() for name in names.split()}
+    for theirs, ours in (tables["package"] | modules).items():
         assert theirs not in jaxckpt.__all__
         value: Any = jaxckpt
         for part in re.match(r"[\w.]+", ours)[0].split("."):  # pyright: ignore[reportOptionalSubscript]
@@ -433,10 +435,11 @@ def test_other_names_have_pythons_message() -> None:
 
 
 def test_the_page_for_users_of_orbax_has_every_name() -> None:
-    from jaxckpt import _keywords
+    from jaxckpt._keywords import names_of_others
 
-    names = {*_keywords._SAME_MEANING["Orbax"], *_keywords._OTHER_MEANING}  # pyright: ignore[reportPrivateUsage]
-    names |= {name for hints in _keywords._ATTRIBUTES.values() for name in hints}  # pyright: ignore[reportPrivateUsage]
+    tables = names_of_others()
+    names = {*tables["same"]["Orbax"], *tables["other"]["Orbax"]}
+    names |= {name for hints in tables["attributes"]["Orbax"].values() for name in hints}
     mapping = COMING_FROM_ORBAX.read_text().partition("## Replace Orbax")[2].partition("\n## ")[0]
     rows = "\n".join(line for line in mapping.splitlines() if line.startswith("|"))
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", rows)] == []

@@ -21,7 +21,7 @@ if importlib.util.find_spec("hatchling") is None:
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NOT_PYTHON = {"jaxckpt/py.typed", "jaxckpt/_inspect/report.html"}
+NOT_PYTHON = {"jaxckpt/py.typed", "jaxckpt/_inspect/report.html", "jaxckpt/_keywords.toml"}
 
 
 @pytest.fixture(scope="module")

@@ -178,11 +178,11 @@ def replicated(lab: Lab) -> Iterator[Figure]:
     started = host_copies.start_copies
     sent: dict[str, int] = {}
 
-    def counted(arrays: Any) -> Any:
+    def counted(arrays: Any, memory: Any) -> Any:
         for array in arrays:
             (device,) = array.devices()
             sent[str(device)] = sent.get(str(device), 0) + array.nbytes
-        return started(arrays)
+        return started(arrays, memory)
 
     host_copies.start_copies = counted
     try:

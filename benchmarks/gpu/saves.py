@@ -35,7 +35,7 @@ from lab import (
 )
 
 import jaxckpt
-from jaxckpt._restore import batched_placement as blocks
+from jaxckpt._restore import wants as blocks
 from jaxckpt._save import staging
 
 Phases = dict[str, float]

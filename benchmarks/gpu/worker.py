@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from lab import Lab, Sizes
 
-from jaxckpt._restore import batched_placement, wants
+from jaxckpt._restore import wants
 from jaxckpt._save import staging
 
 PR_SET_PDEATHSIG = 1
@@ -37,8 +37,8 @@ def serve(file_descriptor: int, out: Path, is_dry: bool) -> None:
     is_cpu = jax.devices()[0].platform == "cpu"
     if is_dry and is_cpu:  # CPU devices take the code paths of devices with their own memory
         staging.is_in_host_memory = lambda value: False
-        batched_placement.has_own_memory = lambda sharding: True
-        batched_placement.BLOCK_PIECES = 128  # a dry run has few leaves
+        wants.has_own_memory = lambda sharding: True
+        wants.BLOCK_PIECES = 128  # a dry run has few leaves
         wants.can_keep_buffers = lambda abstract: abstract.kind not in ("jax", "key")
     _send(messages, {"has_accelerator": is_dry or not is_cpu})
     signal.signal(signal.SIGALRM, _raise_out_of_time)

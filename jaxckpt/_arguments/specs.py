@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -19,16 +19,7 @@ from jaxckpt._options import Options
 from jaxckpt.errors import InputError, Problem, SpecError, show_count, show_path
 
 Specs = Any
-"""A PartitionSpec, a pytree prefix of them, or a function of (path, leaf)."""
-
-
-class ShapedLeaf(Protocol):
-    """The leaf argument of a `specs` function: anything with a shape and a dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
+"""A PartitionSpec, a pytree prefix of them, or a function of (path, leaf), which has a shape and a dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +101,7 @@ def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
 # The caller's specs ---------------------------------------------------------------------------------------
 
 
-def resolve_specs(
-    specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]], on_host: Container[str] = ()
-) -> dict[str, Spec]:
+def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, Any]], on_host: Container[str] = ()) -> dict[str, Spec]:
     """The spec of each leaf for which `specs` has one. A key that is not in the tree may be a path or a glob, as in
     `select=`: the first that matches is for the leaves without another spec. Leaves `on_host` take a spec at their own
     path, that of a subtree without other leaves, and that of a function, which may return None for them. Raises a

@@ -183,6 +183,13 @@ def _count_steps(path: str) -> int:
     return len(steps_of(store_at(path, Options())) or foreign_steps_of(path, Options()))
 
 
+def _is_run(path: str) -> bool:
+    """Whether a path is a run's directory; not if it is a broken symbolic link."""
+    with contextlib.suppress(InputError):
+        return _count_steps(path) > 0
+    return False
+
+
 def _is_single_checkpoint(path: str, checkpoint: Checkpoint, store: Store) -> bool:
     """Whether a path that opens as a checkpoint is itself the checkpoint, and not a folder of checkpoints.
 
@@ -203,13 +210,11 @@ def _holds_checkpoints(path: str, store: Store) -> bool:
         return False
     inside = (store.child(name).url for name in names)
     are_items_separate = has_separate_items(local_path(path) or path, names)
-    return are_items_separate or True in store.folders().values() or any(map(_count_steps, inside))
+    return are_items_separate or True in store.folders().values() or any(map(_is_run, inside))
 
 
 def _entries(
-    are_checkpoints: Mapping[str, bool],
-    pinned: Mapping[str, int] | None = None,
-    added: AddedMetrics | None = None,
+    are_checkpoints: Mapping[str, bool], pinned: Mapping[str, int] | None = None, added: AddedMetrics | None = None
 ) -> list[ListingEntry]:
     """The checkpoints and runs at these paths, finished or not.
 

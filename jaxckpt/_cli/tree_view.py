@@ -142,13 +142,7 @@ class _View:
 
 
 def _print_tree(
-    path: str,
-    checkpoint: Checkpoint,
-    leaves: Mapping[str, LazyLeaf],
-    depth: int | None,
-    view: _View,
-    *,
-    details: bool,
+    path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, view: _View, *, details: bool
 ) -> None:
     """Lines about a checkpoint, and the tree of some of its leaves."""
     lines = [*describe(checkpoint, leaves), *(_details(checkpoint) if details else ())]

@@ -124,24 +124,25 @@ def convert(
     with Call.of("convert", destination, options) as call:
         if executor is None and isinstance(source, Average):
             executor = source.executor
-        conversion = _conversion(
-            destination, format, mesh, specs, select, rename, chunk_bytes, executor, call.options, overwrite=overwrite
-        )
+        overwrite = require_bool(overwrite, "overwrite")
+        options = call.options if chunk_bytes is None else replace(call.options, chunk_bytes=chunk_bytes)
+        name = _checked_format(destination, format, mesh, specs, chunk_bytes, executor, options)
+        conversion = _Conversion(name, mesh, specs, select, rename, options, overwrite, executor)
         find_steps = functools.partial(
             steps_to_convert,
             source,
             destination,
-            conversion.format,
+            name,
             functools.partial(renamed_source, rename=rename, select=select),
-            conversion.options,
-            overwrite=conversion.overwrite,
+            options,
+            overwrite=overwrite,
         )
         steps = call.in_process_0("listing the steps of the source", find_steps)
         if steps is None:
-            _convert(call, conversion, source, source_at(source, conversion.options), destination)
+            _convert(call, conversion, source, source_at(source, options), destination)
             return
     assert not isinstance(source, ForeignCheckpoint)
-    _convert_run(conversion, store_at(source, conversion.options), steps, destination)
+    _convert_run(conversion, store_at(source, options), steps, destination)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +159,17 @@ class _Conversion:
     executor: Executor | None
 
 
-def _conversion(
+def _checked_format(
     destination: str | os.PathLike[str],
     format: str | None,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
     specs: Specs,
-    select: Select | None,
-    rename: Renaming | None,
     chunk_bytes: int | None,
     executor: Executor | None,
     options: Options,
-    *,
-    overwrite: bool,
-) -> _Conversion:
-    """The arguments of `convert`, checked as far as possible without the source. Raises InputError."""
-    overwrite = require_bool(overwrite, "overwrite")
-    if chunk_bytes is not None:
-        options = replace(options, chunk_bytes=chunk_bytes)
+) -> str:
+    """The format to write, after a check of the arguments of `convert` as far as possible without the source. Raises
+    InputError."""
     if specs is not None and mesh is None:
         raise InputError("convert(specs=…) needs mesh=: the sizes of the mesh axes that the specs name")
     target = local_path(destination, "destination")
@@ -199,7 +194,7 @@ def _conversion(
                 f"convert(executor=…) has no effect on {what}, which one process writes: leave it out. Workers write"
                 ' "jaxckpt" and folders of safetensors'
             )
-    return _Conversion(name, mesh, specs, select, rename, options, overwrite, executor)
+    return name
 
 
 def _convert(

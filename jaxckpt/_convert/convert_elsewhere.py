@@ -30,11 +30,10 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.progress import Report, display_progress, report_nothing
 from jaxckpt._restore.read_loop import StoredArray
-from jaxckpt._save.compose_manifest import WrittenShare
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging import PieceGroup, StagedAhead, StagedObject
-from jaxckpt._save.write import OwnShare
+from jaxckpt._save.write import OwnShare, WrittenShare
 from jaxckpt._save.write_plan import Object
 from jaxckpt._sources.source import Source
 from jaxckpt._store.folder import sync_path

@@ -37,14 +37,7 @@ from jaxckpt._sources.open_source import Location, NamedStep, foreign_run_metada
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, run_at, store_at
-from jaxckpt.errors import (
-    CheckpointExistsError,
-    InputError,
-    NotACheckpointError,
-    StorageError,
-    show_count,
-    show_path,
-)
+from jaxckpt.errors import CheckpointExistsError, InputError, NotACheckpointError, StorageError, show_count, show_path
 
 View = Callable[[NativeCheckpoint | ForeignCheckpoint], Source]
 """What is converted of a source: `select` and `rename`."""

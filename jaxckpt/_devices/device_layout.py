@@ -24,9 +24,7 @@ def order_problem(requested: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) 
     layout = getattr(requested, "layout" if isinstance(requested, Format) else "_dll", None)
     if getattr(layout, "major_to_minor", None) is None:  # Layout.AUTO
         return None
-    order, tiling = _order_and_tiling(layout)
-    usual_order, usual_tiling = _usual_order_and_tiling(type(layout), requested.sharding, dtype, shape)
-    if order == usual_order and (not tiling or tiling == usual_tiling):  # as in JAX, no tiling means the default one
+    if _is_default(layout, requested.sharding, dtype, shape):
         return None
     return (
         f"asks for {layout} in the target; restore makes arrays in the default layout: give only the sharding, and"
@@ -57,10 +55,7 @@ def _has_default_order(array: Any) -> bool:
             return True
     except (AttributeError, jax.errors.JaxRuntimeError):  # PRNG keys; backends without layouts
         return True
-    layout = array.format.layout
-    order, tiling = _order_and_tiling(layout)
-    usual_order, usual_tiling = _usual_order_and_tiling(type(layout), array.sharding, array.dtype, array.shape)
-    return order == usual_order and tiling in ((), usual_tiling)
+    return _is_default(array.format.layout, array.sharding, array.dtype, array.shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,11 +66,12 @@ def _is_row_major(layout: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _usual_order_and_tiling(
-    kind: Any, sharding: Any, dtype: Any, shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    default = _default_layout(kind, sharding, dtype, shape)
-    return (tuple(range(len(shape))), ()) if default is None else _order_and_tiling(default)
+def _is_default(layout: Any, sharding: Any, dtype: Any, shape: tuple[int, ...]) -> bool:
+    """Whether new arrays have this order and tiling. As in JAX, no tiling means the default one."""
+    order, tiling = _order_and_tiling(layout)
+    default = _default_layout(type(layout), sharding, dtype, shape)
+    default_order, default_tiling = (tuple(range(len(shape))), ()) if default is None else _order_and_tiling(default)
+    return order == default_order and tiling in ((), default_tiling)
 
 
 def _order_and_tiling(layout: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:

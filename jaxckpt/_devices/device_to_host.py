@@ -26,6 +26,7 @@ from jax import lax
 
 from jaxckpt._devices.interconnect import own_mesh, start_indices, transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import pinned_memory
+from jaxckpt._options import StagingMemory
 from jaxckpt._pipeline.pipeline import Budget
 
 DEVICE_BYTES = 256 << 20
@@ -57,8 +58,9 @@ class HostShard:
 class HostCopies:
     """The copies of one save."""
 
-    def __init__(self, whole_shards: Mapping[ShardKey, int] | None = None) -> None:
+    def __init__(self, memory: StagingMemory, whole_shards: Mapping[ShardKey, int] | None = None) -> None:
         """`whole_shards` are copied once. Each is given with its number of elements, all of which will be taken."""
+        self._memory: StagingMemory = memory
         self._left = dict(whole_shards or {})
         self._shards: dict[ShardKey, HostShard] = {}
         self._sent_bytes = Counter[Any]()
@@ -80,7 +82,7 @@ class HostCopies:
             shard = self._shards.get(key)
             if shard is None:
                 array = self._choose(value, replicas, self._left[key] * dtype.itemsize)
-                shard = self._shards[key] = HostShard(start_copies([array])[0])
+                shard = self._shards[key] = HostShard(start_copies([array], self._memory)[0])
             self._left[key] -= n_elements
             if not self._left[key]:
                 del self._left[key], self._shards[key]
@@ -90,7 +92,7 @@ class HostCopies:
             if all(cut == slice(0, n) for cut, n in zip(index, array.shape, strict=True)):
                 return array, ...
             if dtype.name in ("int2", "uint2"):  # XLA's compiler for CPUs aborts
-                return np.array(np.asarray(start_copies([array])[0])[index]), ...
+                return np.array(np.asarray(start_copies([array], self._memory)[0])[index]), ...
         piece = cut_piece(array, index, dtype)
         self._cut.add(id(piece))
         return piece, ...
@@ -106,7 +108,7 @@ class HostCopies:
 
     def start(self, arrays: Sequence[jax.Array], *, temporary: bool) -> list[Any]:
         """Start the copies of an object's pieces. `temporary` arrays hold device memory only until they are copied."""
-        copies = start_copies(arrays)
+        copies = start_copies(arrays, self._memory)
         for array, copy in zip(arrays, copies, strict=True):
             if isinstance(copy, jax.Array) and (temporary or id(array) in self._cut):
                 (device,) = array.sharding.device_set
@@ -128,9 +130,9 @@ class _Copy:
         jax.block_until_ready(self.array())  # if it no longer exists, it has been written
 
 
-def start_copies(arrays: Sequence[jax.Array]) -> list[Any]:
-    """Start copies of arrays on single devices to the host, into pinned memory if there is some that JAX reuses."""
-    targets = [pinned_memory(array.sharding) for array in arrays]
+def start_copies(arrays: Sequence[jax.Array], memory: StagingMemory) -> list[Any]:
+    """Start copies of arrays on single devices to the host. Those to pageable memory are complete on return."""
+    targets = [pinned_memory(array.sharding, memory) for array in arrays]
     if all(target is not None for target in targets):
         return jax.device_put(list(arrays), targets)
     # JAX keeps such a copy with its array, so it is made of another array with the same device memory: otherwise, the

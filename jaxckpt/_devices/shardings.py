@@ -24,7 +24,8 @@ from jaxckpt._model.grid import (
     spec_of,
 )
 from jaxckpt._model.records import LayoutRecord, Manifest, MeshRecord, SavedLeaf
-from jaxckpt.errors import LayoutError, SpecError
+from jaxckpt._options import StagingMemory
+from jaxckpt.errors import InputError, LayoutError, SpecError
 
 Placement = tuple[tuple[Any, int, Box], ...]
 """(device, its process, its box) for every device of a sharding."""
@@ -181,21 +182,27 @@ def memory_kind(sharding: Sharding) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def pinned_memory(sharding: Sharding) -> Sharding | None:
-    """Pinned memory of the host for copies of an array on one device; None if they go to pageable memory: on TPUs, and
-    on devices that have no pinned memory.
+def pinned_memory(sharding: Sharding, memory: StagingMemory) -> Sharding | None:
+    """Pinned memory of the host for copies of an array on one device; None if they go to pageable memory: by default on
+    TPUs, and on devices that have no pinned memory. Raises InputError if it is required and does not exist.
 
     Copies to pinned memory need not be awaited, and on an H100 they move 50 GiB/s instead of 2. But on TPUs, the
     runtime's pinned memory grows with each save and is never returned: by 15 to 25 GB per save and host for a model of
     25 billion parameters on v5p-64, until none was left (Marin's issues 6774 and 6908; with pageable memory, 6924, it
-    stayed flat). On GPUs, XLA's allocator reuses it, up to a limit. Orbax, too, uses it only on GPUs. An option would
-    only offer a leak, or a slow GPU.
+    stayed flat). On GPUs, XLA's allocator reuses it, up to a limit. Orbax, too, uses it only on GPUs.
     """
     (device,) = sharding.device_set
-    if device.platform == "tpu":
+    if memory == "pageable" or (memory == "auto" and device.platform == "tpu"):
         return None
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return SingleDeviceSharding(device, memory_kind="pinned_host") if "pinned_host" in kinds else None
+    kinds = [kind.kind for kind in device.addressable_memories()]
+    if "pinned_host" in kinds:
+        return SingleDeviceSharding(device, memory_kind="pinned_host")
+    if memory == "pinned":
+        raise InputError(
+            f'Options.staging_memory is "pinned", but {device} has no memory of kind "pinned_host", only'
+            f' {", ".join(map(repr, kinds))}: pass "auto" or "pageable"'
+        )
+    return None
 
 
 def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
@@ -259,8 +266,11 @@ def mesh_in_context() -> Mesh | None:
 
 @functools.cache
 def key_dtype(impl: str) -> Any:
-    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has no implementation of that name."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    """The dtype of PRNG keys of an implementation; None if JAX has no implementation of that name."""
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,4 +280,7 @@ class TypedLeaf(SavedLeaf):
     @property
     def dtype(self) -> Any:
         """Dtype that the user sees. Raises ValueError for PRNG keys of an implementation that JAX does not have."""
-        return key_dtype(self.record.impl or "") if self.kind == "key" else self.stored_dtype
+        dtype = key_dtype(self.record.impl or "") if self.kind == "key" else self.stored_dtype
+        if dtype is None:
+            raise ValueError(f"JAX has no implementation of PRNG keys that is called {self.record.impl!r}")
+        return dtype

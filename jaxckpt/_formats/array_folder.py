@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ from jaxckpt._store.foreign_files import (
     is_folder,
     is_link,
     is_visible_file,
+    list_names,
     names_in,
     names_or_empty,
     read_small,
@@ -87,7 +88,7 @@ def _is_of_others(path: str, names: Collection[str]) -> bool:
 
 def _holds_arrays(path: str) -> bool:
     """Whether one of the folders below a folder holds an array, and none of those before it another checkpoint."""
-    for below, names in itertools.islice(_folders(path), _MAX_LOOKED_AT):
+    for below, names in itertools.islice(_folders(path, names_or_empty), _MAX_LOOKED_AT):
         if _is_of_others(below, names) or (below and MANIFEST in names) or DATABASE_FILE in names:
             return False
         if not _ARRAY_FILES.keys().isdisjoint(names):
@@ -95,18 +96,23 @@ def _holds_arrays(path: str) -> bool:
     return False
 
 
-def _folders(path: str, below: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The folders below a folder by their names, each with the names in it, without what is inside of an array."""
-    names = names_or_empty(f"{path}/{below}")
-    yield below, names
-    if ".zarray" not in names:
-        for name in sorted(names):
+def _folders(path: str, list_folder: Callable[[str], list[str]]) -> Iterator[tuple[str, list[str]]]:
+    """The folders below a folder by their names, each with the names in it, without what is inside of an array. Does
+    not follow symbolic links, which may form a loop."""
+    waiting = [""]
+    while waiting:
+        below = waiting.pop()
+        names = list_folder(f"{path}/{below}")
+        yield below, names
+        if ".zarray" in names:
+            continue
+        for name in sorted(names, reverse=True):
             inner = f"{below}/{name}" if below else name
             if is_link(f"{path}/{inner}") or not is_folder(f"{path}/{inner}"):
                 continue
             # In Zarr 3, "c" has the chunks of an array, or is an array of this name in a group.
             if name != "c" or "zarr.json" not in names or is_visible_file(f"{path}/{inner}/zarr.json"):
-                yield from _folders(path, inner)
+                waiting.append(inner)
 
 
 def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
@@ -139,6 +145,8 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         texts = zip(keys, folder.read_all(keys), strict=True)
     else:
         keys = _array_files(path)
+        if keys != _array_files(path):  # otherwise, arrays that have just been deleted would be left out
+            raise DataError(f"{path} changed while it was being opened")
         texts = ((key, read_small(f"{path}/{key}", 1 << 24)) for key in keys)
     arrays: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -154,9 +162,9 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _array_files(path: str) -> list[str]:
-    """The keys of the metadata of arrays and groups in a folder. Raises DataError."""
+    """The keys of the metadata of arrays and groups in a folder. Raises DataError, StorageError."""
     keys: list[str] = []
-    for number, (below, names) in enumerate(_folders(path)):
+    for number, (below, names) in enumerate(_folders(path, list_names)):
         if number == MAX_FOLDERS:
             raise DataError(f"{path} has more than {MAX_FOLDERS} folders")
         keys += [f"{below}/{file}" if below else file for file in _ARRAY_FILES if file in names]
@@ -165,7 +173,8 @@ def _array_files(path: str) -> list[str]:
 
 def _array(folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], driver: Any) -> ForeignArray:
     """An array; a leaf that cannot be read if its dtype is not supported."""
-    ours = metadata.get("attributes", {}).get("jaxckpt") if driver == "zarr3" else None
+    attributes: Any = metadata.get("attributes") if driver == "zarr3" else None
+    ours: Any = attributes.get("jaxckpt") if isinstance(attributes, dict) else None
     array = described_array(folder, name, what, metadata, driver, strict=isinstance(ours, dict))
     if array is None:
         dtype = metadata.get("dtype", metadata.get("data_type"))

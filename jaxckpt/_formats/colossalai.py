@@ -98,6 +98,8 @@ def open_colossalai(path: str) -> ForeignCheckpoint:
             trees["model"] = _tensors(os.path.join(path, single))
     for name in optimizers:
         trees["optimizer"] = _optimizer(folder, os.path.join(folder, name))
+    if not trees:
+        raise DataError(f"{path} was deleted while it was being opened")
     (first, *more) = trees.values()
     return compose(path, trees if more else first, "colossalai")
 

@@ -20,12 +20,12 @@ from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format
-from jaxckpt._store.foreign_files import names_in, read_head
+from jaxckpt._store.foreign_files import is_folder, names_in, read_head
 from jaxckpt.errors import NotACheckpointError
 
 _MODELS = ("flax_model.msgpack", "diffusion_flax_model.msgpack")
 _INDEX = ".msgpack.index.json"
-_STEP = re.compile(r"(?:.*\D)?(\d{1,18})")
+_STEP = re.compile(r"(|.*\D)(\d{1,18})")
 _PLACEHOLDERS = ("//GDAPlaceholder:", "//MPArrayPlaceholder:")
 
 
@@ -40,12 +40,10 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 
 def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
     """The numbered files in a folder, oldest first."""
-    numbered = ((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)))
-    return [
-        ForeignStep(number, f"{path}/{name}")
-        for number, name in sorted(numbered)
-        if is_msgpack_map(read_head(f"{path}/{name}", 300))
-    ]
+    numbered = sorted((int(match[2]), name, match[1]) for name in names if (match := _STEP.fullmatch(name)))
+    prefixes = {start for _, name, start in numbered if is_msgpack_map(read_head(f"{path}/{name}", 300))}
+    # Also damaged files, and folders that newer versions of Flax wrote through Orbax: none may hide the newest step.
+    return [ForeignStep(number, f"{path}/{name}") for number, name, start in numbered if start in prefixes]
 
 
 def open_flax(path: str) -> ForeignCheckpoint:
@@ -55,6 +53,10 @@ def open_flax(path: str) -> ForeignCheckpoint:
         if (model := _model_in(names)) is not None:
             path = f"{path}/{model}"
         elif steps := steps_in(path, names):
+            if is_folder(steps[-1].path):
+                raise NotACheckpointError(
+                    f"{path}: the newest checkpoint is a folder, which Flax wrote through Orbax: open {steps[-1].path}"
+                )
             path, metadata = steps[-1].path, {"step": steps[-1].number}
         else:  # deleted in the meantime
             raise NotACheckpointError(f"{path} has no checkpoint of Flax")

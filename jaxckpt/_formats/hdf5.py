@@ -134,9 +134,9 @@ def _array(hdf5: _Hdf5, dataset: Any) -> ForeignArray:
     if dataset.external or dataset.is_virtual:
         return unreadable("has its data in other files, which are not followed")
     dtype, shape = dataset.dtype, dataset.shape
-    name = dtype.name
-    if dtype.kind == "V" and dtype.names is None:  # as h5py stores bfloat16; Keras 3 records the name
-        name = str(dataset.attrs.get("dtype", "bfloat16"))
+    # h5py stores bfloat16 as opaque bytes. Keras 3 records the name in an attribute, which is not read: HDF5 allocates
+    # up to 4 GiB for a text with a damaged length.
+    name = "bfloat16" if dtype.kind == "V" and dtype.names is None else dtype.name
     if shape is None or name not in DTYPES or DTYPES[name].itemsize != dtype.itemsize:
         return unreadable(f"has dtype {dtype}, which JAX does not support")
     offset = dataset.id.get_offset()

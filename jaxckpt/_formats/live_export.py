@@ -32,11 +32,10 @@ from jaxckpt._model.select import Select
 from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._rules.rename import Renaming, renamed_source
-from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_manifest
 from jaxckpt._save.request import PreparedSave, SaveRequest
-from jaxckpt._save.shared_path import SharedPath, begin_exchanges
+from jaxckpt._save.shared_path import PublishResult, SharedPath, begin_exchanges, compose_manifest
 from jaxckpt._save.staging import StagedAhead
-from jaxckpt._save.write import OwnShare
+from jaxckpt._save.write import OwnShare, WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, source_at

@@ -2,6 +2,8 @@
 
 The tensors of the module that holds the base's "m.weight" [out, in] are "base_model.model.m.lora_A.weight" [r, in] and
 "base_model.model.m.lora_B.weight" [out, r]. The module computes with weight + scale × B A.
+
+It is long because an adapter is read in two ways, as leaves of its own and merged into its base, with the same checks.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def f_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _read_strided(handle: OpenFile, offset: int, strides: tuple[int, ...], target: Array) -> None:
-    """Read a strided array, with strides in bytes: in place if it is contiguous, in one call if its span is small,
-    otherwise in parts along the dimension with the longest stride."""
+    """Read a strided array, with strides in bytes: in place if it is contiguous, in one call if its span and its gaps
+    are small, otherwise in parts along the dimension with the longest stride."""
     shape = target.shape
     span = sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) + target.itemsize
     in_order = span == target.nbytes and all(
@@ -111,19 +111,22 @@ def _read_strided(handle: OpenFile, offset: int, strides: tuple[int, ...], targe
     )
     if in_order and target.flags.c_contiguous:
         handle.read_into(offset, [target.reshape(-1).view(np.uint8)])
+        return
+    dim = max((dim for dim, side in enumerate(shape) if side > 1), key=lambda dim: strides[dim])
+    # Several indices per part if they are small. Otherwise each row of a wide array would need its own call.
+    per = max(1, SPAN_BYTES // max(1, strides[dim]))
+    if shape[dim] * strides[dim] - span > handle.gap_bytes:  # between two indices
+        per = 1
     elif span <= SPAN_BYTES:
         raw = np.empty(span, np.uint8)
         handle.read_into(offset, [raw])
         np.copyto(target, np.ndarray(shape, target.dtype, raw.data, 0, strides))
-    else:
-        dim = max((dim for dim, side in enumerate(shape) if side > 1), key=lambda dim: strides[dim])
-        # Several indices per part if they are small. Otherwise each row of a wide array would need its own call.
-        per = max(1, SPAN_BYTES // max(1, strides[dim]))
-        for first in range(0, shape[dim], per):
-            rows, steps = target[(slice(None),) * dim + (slice(first, first + per),)], strides
-            if per == 1:
-                rows, steps = rows.squeeze(dim), (*strides[:dim], *strides[dim + 1 :])
-            _read_strided(handle, offset + first * strides[dim], steps, rows)
+        return
+    for first in range(0, shape[dim], per):
+        rows, steps = target[(slice(None),) * dim + (slice(first, first + per),)], strides
+        if per == 1:
+            rows, steps = rows.squeeze(dim), (*strides[:dim], *strides[dim + 1 :])
+        _read_strided(handle, offset + first * strides[dim], steps, rows)
 
 
 def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:

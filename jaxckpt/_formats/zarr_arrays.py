@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,11 +15,11 @@ import numpy as np
 
 from jaxckpt._formats.index_files import convert_checked, from_json
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box
+from jaxckpt._model.grid import Box, touched_cells
 from jaxckpt._model.pieces import Array
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray
-from jaxckpt._store.foreign_files import Mark
+from jaxckpt._store.foreign_files import Mark, SeenFiles, kvstore_of
 from jaxckpt._store.storage_errors import translate_array_errors
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, show_lines
@@ -45,6 +47,59 @@ class ZarrArray(AsyncArrayData):
     def read(self, box: Box, target: Array) -> None:
         with translate_array_errors(f"cannot read the array {self.name!r} of {self.folder.path}", reading=True):
             self.start(box, target).result()
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOfChunks(AsyncArrayData):
+    """An array in local files, each of which its writer may rewrite without the metadata."""
+
+    array: ZarrArray
+
+    prefix: str
+    """The path of each file up to its grid index."""
+
+    separator: str
+    """It separates the numbers of a grid index."""
+
+    sides: Sequence[int]
+    """The shape of the chunk or shard in a file."""
+
+    seen: SeenFiles = field(default_factory=SeenFiles, repr=False)
+    """The files that were read."""
+
+    unchecked: set[Mark] = field(default_factory=set[Mark], repr=False)
+    """The marks of those that were read since the last time that `marks` was taken."""
+
+    @property
+    def marks(self) -> Iterable[Mark]:
+        marks = list(self.unchecked.copy())
+        self.unchecked.difference_update(marks)
+        return (self.array.mark, *marks)
+
+    def start(self, box: Box, target: Array) -> Pending[None]:
+        indices = itertools.product(*(range(*bounds) for bounds in touched_cells(box, self.sides)))
+        paths = [self.prefix + self.separator.join(map(str, index)) for index in indices]
+        self.unchecked.update(self.seen.look_at(paths))
+        return self.array.start(box, target)
+
+
+_SEPARATORS = {"default": "/", "v2": "."}
+"""Zarr 3's kinds of names of files, each with its usual separator."""
+
+
+def _files_of_chunks(array: ZarrArray) -> FilesOfChunks | None:
+    """An array in a folder with a file for each chunk or shard; None if tensorstore does not know their names."""
+    prefix, metadata = os.path.join(array.folder.path, array.name, ""), array.metadata
+    kind, separator, sides = "v2", metadata.get("dimension_separator", "."), metadata.get("chunks")
+    if array.driver == "zarr3":
+        encoding = convert_checked(array.name, metadata.get("chunk_key_encoding", {"name": "default"}), _Named)
+        kind, sides = encoding.name, metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        separator = encoding.configuration.get("separator", _SEPARATORS.get(kind))
+    if separator not in ("/", "."):
+        return None
+    if kind == "default":
+        prefix += f"c{separator}" if sides else "c"
+    return FilesOfChunks(array, prefix + ("0" if kind == "v2" and not sides else ""), separator, sides)
 
 
 _Sides = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]]
@@ -141,9 +196,16 @@ def described_array(
 ) -> ForeignArray | None:
     """The array that Zarr metadata of any writer describes; None if its dtype is not supported. Raises DataError."""
     dtype = metadata.get("dtype" if driver == "zarr" else "data_type")
+    if dtype is None:
+        raise DataError(f"{what} has no data type")
     if not isinstance(dtype, str) or (dtype_name_of(dtype) if driver == "zarr" else dtype) not in DTYPES:
         return None
-    return _array(folder, name, what, metadata, driver, strict=strict, clip=True)
+    array = _array(folder, name, what, metadata, driver, strict=strict, clip=True)
+    if folder.ocdbt or kvstore_of(folder.path) is not None:  # in a bucket, each file would take more requests
+        return array
+    assert isinstance(array.data, ZarrArray)
+    files = _files_of_chunks(array.data)
+    return array if files is None else replace(array, data=files)
 
 
 def _array(

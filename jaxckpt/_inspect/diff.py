@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -198,8 +198,8 @@ def diff(
     # Each box needs a buffer on both sides. The other half of the memory is for reading.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     opened_a, opened_b = source_at(path_a, options), source_at(path_b, options)
-    a, b = _Side.of(renamed_source(opened_a, rename), options), _Side.of(opened_b, options)
-    all_leaves = a.leaves | b.leaves
+    a, b = _Side(renamed_source(opened_a, rename), options), _Side(opened_b, options)
+    all_leaves = {**a.numbers, **b.numbers}
     where = "either checkpoint" if rename is None else "either checkpoint after rename="
     selector = None if select is None else parse_select(select)
     chosen = set(all_leaves)
@@ -210,28 +210,24 @@ def diff(
         path: LeafDelta(path, a.describe(path), b.describe(path), a.form(path) == b.form(path))
         for path in sorted(chosen)
     }
-    in_both = {path: (a.leaves[path], b.leaves[path]) for path in deltas if path in a.leaves and path in b.leaves}
+    in_both = {path: (a.leaf(path), b.leaf(path)) for path in deltas if path in a.numbers and path in b.numbers}
     pairs = {
         path: pair for path, pair in in_both.items() if len({(_is_text(leaf), leaf.stored_shape) for leaf in pair}) == 1
     }
     total = sum(leaf.nbytes for pair in pairs.values() for leaf in pair)
+    if executor is None:
+        compare = functools.partial(_compare, lambda: a.source, lambda: b.source, options)
+    else:
+        elsewhere = [
+            OpenedElsewhere.of(opened_a, path_a, options, rename),
+            OpenedElsewhere.of(opened_b, path_b, options),
+        ]
+        compare = functools.partial(
+            _compare, *(Remembered.of(side.open).get for side in elsewhere), elsewhere[0].options
+        )
     with display_progress("diff", total, options.progress) as advance:
-        if executor is None:
-            for path, box_a, box_b in _boxes(a, b, pairs, options):
-                deltas[path] = _add_differences(deltas[path], box_a, box_b)
-                boxes = zip(pairs[path], (box_a, box_b), strict=True)
-                advance(sum(box.nbytes for leaf, box in boxes if leaf.is_array))
-        else:
-            elsewhere = [
-                OpenedElsewhere.of(opened_a, path_a, options, rename),
-                OpenedElsewhere.of(opened_b, path_b, options),
-            ]
-            compare = functools.partial(
-                _compare, *(Remembered.of(side.open) for side in elsewhere), elsewhere[0].options
-            )
-            compared = spread(executor, compare, _units(pairs), options.timeout_seconds)
-            report = functools.partial(_add_compared, compared, deltas, advance)
-            run_alone(report, options.timeout_seconds)
+        compared = spread(executor, compare, _units(pairs, options), options.timeout_seconds)
+        run_alone(functools.partial(_add_compared, compared, deltas, advance), options.timeout_seconds)
     return Delta(a.source.url, b.source.url, tuple(deltas.values()), a.structure(selector) == b.structure(selector))
 
 
@@ -240,100 +236,90 @@ class _Side:
     """One of the two checkpoints."""
 
     source: Source
-    leaves: dict[str, SavedLeaf]
-    """Leaves by path."""
-
     options: Options
 
-    @classmethod
-    def of(cls, source: Source, options: Options) -> _Side:
-        manifest = source.manifest
-        return cls(source, {record.path: SavedLeaf(manifest, record) for record in manifest.leaves}, options)
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """The number of each leaf, by path."""
+        return self.source.manifest.numbers
+
+    def leaf(self, path: str) -> SavedLeaf:
+        return SavedLeaf(self.source.manifest, self.source.manifest.leaves[self.numbers[path]])
 
     def structure(self, select: Selector | None) -> Structure:
         """The containers of the selected leaves, and the selected empty containers."""
         tree = self.source.manifest.tree
         if select is None:
             return tree
-        kept = [number for path, number in self.source.manifest.numbers.items() if select(path)]
+        kept = [number for path, number in self.numbers.items() if select(path)]
         return prune(tree, {old: new for new, old in enumerate(kept)}, select)
 
     def describe(self, path: str) -> str:
-        leaf = self.leaves.get(path)
-        if leaf is None or not leaf.is_array:
-            return leaf.kind if leaf else ""
+        """Kind, dtype and shape; empty if it lacks the leaf."""
+        if path not in self.numbers:
+            return ""
+        leaf = self.leaf(path)
+        if not leaf.is_array:
+            return leaf.kind
         return f"{leaf.record.impl or leaf.kind} {leaf.stack.dtype}{list(leaf.stored_shape)}"
 
     def form(self, path: str) -> Any:
         """What must be equal for a leaf to be identical, in addition to its elements."""
-        leaf = self.leaves.get(path)
+        leaf = self.leaf(path) if path in self.numbers else None
         if leaf is None or _is_text(leaf):
             return leaf and leaf.kind
         return leaf.stored_dtype.name, leaf.stored_shape
 
     def box(self, path: str, box: Box) -> Array:
-        return read_box(self.source, self.source.manifest.numbers[path], box, self.options)
+        return read_box(self.source, self.numbers[path], box, self.options)
 
-    def whole(self, path: str) -> Array:
-        """A small leaf, which may be a value in the manifest."""
-        leaf = self.leaves[path]
-        return self.fetch([path])[0] if leaf.is_array else _as_array(leaf.value)
-
-    def fetch(self, paths: list[str]) -> list[Array]:
-        numbers = [self.source.manifest.numbers[path] for path in paths]
+    def whole(self, paths: Sequence[str]) -> list[Array]:
+        """Small leaves, which may be values in the manifest."""
+        leaves = {self.numbers[path]: self.leaf(path) for path in paths}
+        stored = dict.fromkeys((number for number, leaf in leaves.items() if leaf.is_array), AbstractLeaf("numpy"))
         options = replace(self.options, progress=None)
         rendezvous = Call.alone("diff", self.source.url, options).rendezvous("reading")
-        wanted = dict.fromkeys(numbers, AbstractLeaf("numpy"))
-        values = run_alone(lambda: fetch(self.source, wanted, options, rendezvous), options.timeout_seconds)
-        return [values[number] for number in numbers]
+        values = run_alone(lambda: fetch(self.source, stored, options, rendezvous), options.timeout_seconds)
+        return [values[number] if leaf.is_array else _as_array(leaf.value) for number, leaf in leaves.items()]
 
 
 _Cut = tuple[str, Box | None]
 """The path of a leaf, and a box of it; None for the whole leaf."""
 
 
-def _units(pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]]) -> Iterator[tuple[_Cut, ...]]:
-    """What the workers of an executor compare: whole leaves, and boxes of large ones."""
+def _units(pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options) -> Iterator[tuple[_Cut, ...]]:
+    """What is compared at a time: whole leaves, and boxes of large ones."""
+    most = min(UNIT_BYTES, options.host_bytes)
 
     def cuts() -> Iterator[tuple[_Cut, int]]:
         for path, (leaf, other) in pairs.items():
             size = max(leaf.nbytes, other.nbytes)
-            if not (leaf.is_array and other.is_array) or size <= UNIT_BYTES:
+            if not (leaf.is_array and other.is_array) or size <= most:
                 yield (path, None), size
                 continue
             stack, itemsize = leaf.stack, size // math.prod(leaf.stored_shape)
             grids = (stack.object_sides[1:], stack.chunk_sides[1:])
-            for box in cut_to_size(whole_box(leaf.stored_shape), grids, UNIT_BYTES // itemsize):
+            for box in cut_to_size(whole_box(leaf.stored_shape), grids, max(1, most // itemsize)):
                 yield (path, box), volume(box) * itemsize
 
-    return grouped(cuts())
+    return grouped(cuts(), most)
 
 
 def _compare(
-    a: Remembered[Source], b: Remembered[Source], options: Options, unit: tuple[_Cut, ...]
+    a: Callable[[], Source], b: Callable[[], Source], options: Options, unit: tuple[_Cut, ...]
 ) -> tuple[list[LeafDelta], int]:
-    """The differences of some leaves and boxes, and the bytes that were compared. In a worker."""
-    sides = _Side.of(a.get(), options), _Side.of(b.get(), options)
-    pairs = {path: (sides[0].leaves[path], sides[1].leaves[path]) for path, _ in unit}
-    deltas, n_bytes = {path: LeafDelta(path, "", "") for path in pairs}, 0
-
-    def boxes() -> Iterator[tuple[str, Array, Array]]:
-        yield from _boxes(*sides, {path: pairs[path] for path, cut in unit if cut is None}, options)
-        for path, cut in unit:
-            if cut is not None:
-                for box in cut_to_size(cut, (pairs[path][0].stack.chunk_sides[1:],), _fits(pairs[path], options)):
-                    yield path, sides[0].box(path, box), sides[1].box(path, box)
-
-    for path, box_a, box_b in boxes():
-        deltas[path] = _add_differences(deltas[path], box_a, box_b)
-        both = zip(pairs[path], (box_a, box_b), strict=True)
-        n_bytes += sum(box.nbytes for leaf, box in both if leaf.is_array)
+    """The differences of some leaves and boxes, and the bytes that were compared. In a lane, or in a worker."""
+    sides = _Side(a(), options), _Side(b(), options)
+    deltas, n_bytes = {path: LeafDelta(path, "", "") for path, _ in unit}, 0
+    whole = [path for path, box in unit if box is None]
+    arrays = itertools.chain(
+        zip(whole, *(side.whole(whole) for side in sides), strict=True),
+        ((path, *(side.box(path, box) for side in sides)) for path, box in unit if box is not None),
+    )
+    for path, *both in arrays:
+        deltas[path] = _add_differences(deltas[path], *both)
+        n_bytes += sum(array.nbytes for side, array in zip(sides, both, strict=True) if side.leaf(path).is_array)
     return [*deltas.values()], n_bytes
-
-
-def _fits(leaves: tuple[SavedLeaf, SavedLeaf], options: Options) -> int:
-    """Elements of a large leaf that may be in memory."""
-    return max(1, options.host_bytes // (max(leaf.nbytes for leaf in leaves) // math.prod(leaves[0].stored_shape)))
 
 
 def _add_compared(
@@ -341,7 +327,7 @@ def _add_compared(
     deltas: dict[str, LeafDelta],
     advance: Report,
 ) -> None:
-    """Add what workers have found to the leaves' differences. In a lane."""
+    """Add what units have shown to the leaves' differences. In a lane."""
     with contextlib.closing(compared):
         for _, (some, n_bytes) in compared:
             for delta in some:
@@ -354,33 +340,6 @@ def _add_compared(
                     max_rel=max(leaf.max_rel, delta.max_rel),
                 )
             advance(n_bytes)
-
-
-def _boxes(
-    a: _Side, b: _Side, pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options
-) -> Iterator[tuple[str, Array, Array]]:
-    """(path, array of a, array of b) of each leaf, or of each box of a large leaf. Small leaves are read in groups."""
-    batch: list[str] = []
-    batch_bytes = 0
-    for path, (leaf, other) in pairs.items():
-        if not (leaf.is_array and other.is_array):
-            yield path, a.whole(path), b.whole(path)
-            continue
-        size = max(leaf.nbytes, other.nbytes)
-        if size <= options.host_bytes:
-            if batch and batch_bytes + size > options.host_bytes:
-                yield from zip(batch, a.fetch(batch), b.fetch(batch), strict=True)
-                batch, batch_bytes = [], 0
-            batch.append(path)
-            batch_bytes += size
-            continue
-        stack, shape = leaf.stack, leaf.stored_shape
-        fits = _fits((leaf, other), options)
-        grids = (stack.object_sides[1:], stack.chunk_sides[1:])
-        for box in cut_to_size(whole_box(shape), grids, fits):
-            yield path, a.box(path, box), b.box(path, box)
-    if batch:
-        yield from zip(batch, a.fetch(batch), b.fetch(batch), strict=True)
 
 
 def _is_text(leaf: SavedLeaf) -> bool:

@@ -1,7 +1,7 @@
 """Work that an executor does: units that other processes do, and what becomes of those that they lose.
 
     a call ─▶ units: paths, names and boxes, no data ─▶ Executor.submit ─▶ workers ─▶ results, in the order of the units
-                 ▲────────── again: the worker died ◀─┘            └─▶ the caller: it failed, or the executor is broken
+                                                                   └─▶ the caller: it failed, or the worker died
 
 A unit can be done twice, also by two processes at once, with the same result. So whatever a worker cannot do, the
 caller does: the outcome, and each error, is that of one process.
@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -39,8 +39,8 @@ UNIT_BYTES = 64 << 20
 _SENT = 1024
 """The most units that an executor has at a time."""
 
-_TRIES = 3
-"""How often an executor may lose a unit before the caller does it. A unit may itself kill workers."""
+_MOST_LOST = 3
+"""How many units an executor may lose before it has done any, as it does if they do not pickle."""
 
 _POLL_SECONDS = 0.1
 
@@ -61,34 +61,26 @@ class _Outcome(NamedTuple):
     error: str = ""
 
 
-def _attempt(work: Callable[[T], R], unit: T, attempt: str) -> _Outcome:
-    """Do a unit. In a worker. `attempt` differs for each attempt, because Dask does equal calls only once."""
+def _attempt(work: Callable[[T], R], unit: T) -> _Outcome:
+    """Do a unit. In a worker. Dask does equal calls only once; the `work` of each call of jaxckpt differs."""
     try:
         return _Outcome(work(unit))
     except Exception as error:
         return _Outcome(None, f"{type(error).__name__}: {error}")
 
 
-@dataclass(slots=True)
-class _Sent(Generic[T]):
-    """A unit, and where it is done."""
-
-    unit: T
-    future: Future[_Outcome] | None
-    """None if the caller does it."""
-
-    tries: int = 1
-
-
 class _Workers(Generic[T, R]):
     """The executor, until it is given up."""
 
-    def __init__(self, executor: Executor, work: Callable[[T], R], seconds: float, check: Callable[[], object]) -> None:
-        self._executor: Executor | None = executor
+    def __init__(
+        self, executor: Executor | None, work: Callable[[T], R], seconds: float, check: Callable[[], object]
+    ) -> None:
+        self._executor = executor
         self._work = work
         self._seconds = seconds
         self._check = check
         self._answered = time.monotonic()
+        self._n_lost = 0
         self._has_done_any = False
 
     def send(self, unit: T) -> Future[_Outcome] | None:
@@ -96,8 +88,8 @@ class _Workers(Generic[T, R]):
         if self._executor is None:
             return None
         try:
-            return self._executor.submit(_attempt, self._work, unit, uuid.uuid4().hex)
-        except Exception as error:  # such as BrokenExecutor, which stays broken; or it was shut down
+            return self._executor.submit(_attempt, self._work, unit)
+        except Exception as error:  # such as BrokenExecutor; or it was shut down
             self._give_up(f"takes no more work ({_show(error)})")
             return None
 
@@ -106,34 +98,29 @@ class _Workers(Generic[T, R]):
             self._executor = None
             log.warning("the executor %s: this process does the rest of the work itself", why)
 
-    def result(self, sent: _Sent[T]) -> R:
-        """The result of a unit. Does it here if no worker can."""
-        while sent.future is not None and self._is_done(sent.future):
-            try:
-                outcome = sent.future.result()
-            except Exception as error:  # of the executor: a worker died, or the unit does not pickle
-                sent.future = self._send_again(sent, _show(error))
-                continue
-            self._answered, self._has_done_any = time.monotonic(), True
-            if not outcome.error:
-                return outcome.result
+    def result(self, unit: T, future: Future[_Outcome] | None) -> R:
+        """The result of a unit. Does it here if no worker can, or does not answer."""
+        if future is None or not self._is_done(future):
+            return self._work(unit)
+        try:
+            outcome = future.result()
+        except Exception as error:  # of the executor: a worker died, or the unit does not pickle
+            self._note_lost(error)
+            return self._work(unit)
+        self._answered, self._has_done_any = time.monotonic(), True
+        if outcome.error:
             log.info("a worker could not do a unit (%s): this process does it", outcome.error)
-            break
-        sent.future = None
-        return self._work(sent.unit)
+            return self._work(unit)
+        return outcome.result
 
-    def _send_again(self, sent: _Sent[T], lost: str) -> Future[_Outcome] | None:
-        """Start a unit again that was lost for this reason; None if the caller does it."""
-        if sent.tries < _TRIES:
-            sent.tries += 1
-            if (again := self.send(sent.unit)) is not None:
-                log.warning("the executor lost a unit (%s): it is done again", lost)
-            return again
-        if self._has_done_any:
-            log.warning("the executor lost a unit %d times (%s): this process does it", _TRIES, lost)
-        else:  # such as arguments that do not pickle
-            self._give_up(f"lost its first unit {_TRIES} times ({lost})")
-        return None
+    def _note_lost(self, error: Exception) -> None:
+        self._n_lost += 1
+        if isinstance(error, BrokenExecutor):  # it stays broken
+            self._give_up(f"takes no more work ({_show(error)})")
+        elif self._has_done_any or self._n_lost < _MOST_LOST:
+            log.warning("the executor lost a unit (%s): this process does it", _show(error))
+        else:
+            self._give_up(f"lost its first {_MOST_LOST} units ({_show(error)})")
 
     def _is_done(self, future: Future[_Outcome]) -> bool:
         """Wait for a unit. Returns whether it is done: false if no worker has answered for too long."""
@@ -153,31 +140,32 @@ def _show(error: BaseException) -> str:
 
 
 def spread(
-    executor: Executor,
+    executor: Executor | None,
     work: Callable[[T], R],
     units: Iterable[T],
     seconds: float,
     check: Callable[[], object] = require_not_stalled,
 ) -> Generator[tuple[T, R]]:
-    """Each unit with the result of `work(unit)`, in order. Workers do the units; the caller does what they cannot.
+    """Each unit with the result of `work(unit)`, in order. Workers do the units; the caller does what they cannot, and
+    all of them without an executor.
 
     `work`, `units` and results must pickle. While this waits, it calls `check`, which may raise. If no worker finishes
     a unit for `seconds`, the caller does the rest. Also after an error, the generator ends only when no worker does a
     unit of it any more, as far as the executor knows. In a lane.
     """
     workers = _Workers[T, R](executor, work, seconds, check)
-    left = deque[_Sent[T]]()
+    left = deque[tuple[T, Future[_Outcome] | None]]()
     try:
         for unit in units:
-            left.append(_Sent(unit, workers.send(unit)))
-            while left and (len(left) >= _SENT or left[0].future is None or left[0].future.done()):
-                sent = left.popleft()
-                yield sent.unit, workers.result(sent)
+            left.append((unit, workers.send(unit)))
+            while left and (len(left) >= _SENT or (future := left[0][1]) is None or future.done()):
+                sent, future = left.popleft()
+                yield sent, workers.result(sent, future)
         while left:
-            sent = left.popleft()
-            yield sent.unit, workers.result(sent)
+            sent, future = left.popleft()
+            yield sent, workers.result(sent, future)
     finally:
-        running = [sent.future for sent in left if sent.future is not None and not sent.future.cancel()]
+        running = [future for _, future in left if future is not None and not future.cancel()]
         until = time.monotonic() + seconds
         while running and time.monotonic() < until:
             running = [future for future in running if not future.done()]
@@ -253,12 +241,13 @@ class Remembered(Generic[T]):
         return made
 
 
-def grouped(sizes: Iterable[tuple[T, int]]) -> Generator[tuple[T, ...]]:
-    """Consecutive things, given with their bytes, in groups of about `UNIT_BYTES`."""
+def grouped(sizes: Iterable[tuple[T, int]], most: int | None = None) -> Generator[tuple[T, ...]]:
+    """Consecutive things, given with their bytes, in groups of about `UNIT_BYTES`, or of `most` if that is less."""
+    limit = UNIT_BYTES if most is None else min(UNIT_BYTES, most)
     group: list[T] = []
     n_bytes = 0
     for thing, size in sizes:
-        if group and n_bytes + size > UNIT_BYTES:
+        if group and n_bytes + size > limit:
             yield tuple(group)
             group, n_bytes = [], 0
         group.append(thing)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from jaxckpt._arguments.casts import Dtypes
     from jaxckpt._arguments.specs import Specs
     from jaxckpt._inspect.restore_plan import RestorePlan
+    from jaxckpt._restore.differences import Strict
     from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T
-    from jaxckpt._restore.strictness import Strict
 
 
 # Leaves ---------------------------------------------------------------------------------------------------
@@ -467,20 +467,10 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @overload
     def restore(
-        self,
-        target: DescribedTree = None,
-        *,
-        options: Options | None = None,
-        **arguments: Unpack[RestoreArguments],
+        self, target: DescribedTree = None, *, options: Options | None = None, **arguments: Unpack[RestoreArguments]
     ) -> Tree: ...
     @overload
-    def restore(
-        self,
-        target: T,
-        *,
-        options: Options | None = None,
-        **arguments: Unpack[RestoreArguments],
-    ) -> T: ...
+    def restore(self, target: T, *, options: Options | None = None, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(
         self,
         target: Tree = None,

@@ -41,18 +41,11 @@ from jaxckpt._model.grid import extent
 from jaxckpt._model.pieces import Bytes
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._save.compose_manifest import (
-    PublishResult,
-    WrittenShare,
-    compose_manifest,
-    gather_shares,
-    stored_bytes,
-)
 from jaxckpt._save.consistency import gather_agreed
 from jaxckpt._save.request import PreparedSave, SaveRequest
-from jaxckpt._save.shared_path import begin_exchanges
+from jaxckpt._save.shared_path import PublishResult, begin_exchanges, compose_manifest, gather_shares, stored_bytes
 from jaxckpt._save.staging import StagedAhead, StagedObject
-from jaxckpt._save.write import OwnShare
+from jaxckpt._save.write import OwnShare, WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, Object
 from jaxckpt._store.store import Store
 from jaxckpt._store.transaction import Transaction, open_own_transaction

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, cut_to_size, extent, intersection, slices_within, volume, whole_box
+from jaxckpt._model.grid import Box, cut_to_size, extent, slices_within, volume, whole_box
 from jaxckpt._model.pieces import Array, aligned_empty, assign
 from jaxckpt._model.records import SavedLeaf
 from jaxckpt._model.stacks import Stack
@@ -25,7 +25,7 @@ from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._pipeline.workers import note_progress, work_alone
-from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
+from jaxckpt._restore.read_plan import Read, ReadStep, Region, WantedRows, common_box, max_read_bytes, plan_read
 from jaxckpt._sources.source import NativeCheckpoint, Source, paths_at, show_leaves
 from jaxckpt._store.storage_errors import translate_leaf_errors
 from jaxckpt._store.store import ArrayReader
@@ -277,32 +277,31 @@ class StepBuffers:
             for run in step.runs
         ]
 
-    def _forms(self, run: Run) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+    def _forms(self, run: WantedRows) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         dtype = self.dtype if run.dtype is None else run.dtype
         return [(extent(run.buffer_box(box)), dtype) for box in range(len(run.boxes))]
 
     def views(self, region: Region) -> Iterator[tuple[Box, Array]]:
         """The part of each buffer that a region serves."""
-        for run, box in region.serves:
-            filled = self.step.runs[run].buffer_box(box)
-            if (common := intersection(region.box, filled)) is not None:
-                yield common, self._buffers[run][box][slices_within(common, filled)]
+        for at in region.serves:
+            common = common_box(self.step.runs, region, at)
+            yield common, self._view(at, common)
+
+    def _view(self, at: tuple[int, int], box: Box) -> Array:
+        """A box of the stack in a buffer."""
+        run, number = at
+        return self._buffers[run][number][slices_within(box, self.step.runs[run].buffer_box(number))]
 
     def scatter(self, region: Region, staged: Array) -> dict[Any, Any]:
         """Copy a staged region to its buffers. Returns the device arrays that will hold it."""
         sent: dict[Any, Any] = {}
         for at in region.serves:
-            run, box = at
-            filled = self.step.runs[run].buffer_box(box)
-            common = intersection(region.box, filled)
-            if common is None:
-                continue
+            common = common_box(self.step.runs, region, at)
             data = staged[slices_within(common, region.box)]
-            if self.step.runs[run].streamed:
+            if self.step.runs[at[0]].streamed:
                 sent.update(self._delivery.stream(self.step, at, common, data))
             else:
-                target = self._buffers[run][box]
-                assign(target[slices_within(common, filled)], data)
+                assign(self._view(at, common), data)
         return sent
 
     def finish_read(self) -> bool:

@@ -39,23 +39,13 @@ class WantedRows:
     keeps_buffers: bool = True
     """Whether the filled buffers become the arrays. Otherwise they are copied to devices and freed."""
 
+    streamed: bool = False
+    """In a step: whether the boxes are too large for host buffers, so that data is sent to the devices part by part."""
+
     @property
     def n_elements(self) -> int:
         """Elements of the boxes of all rows."""
         return (self.rows[1] - self.rows[0]) * sum(map(volume, self.boxes))
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive rows of a stack with the same want. Each box has one buffer for all the rows."""
-
-    rows: tuple[int, int]
-    boxes: tuple[Box, ...]
-    dtype: np.dtype[Any] | None
-    keeps_buffers: bool
-
-    streamed: bool = False
-    """Whether the boxes are too large for host buffers, so that data is sent to the devices part by part."""
 
     @property
     def is_transient(self) -> bool:
@@ -105,7 +95,9 @@ class ReadStep:
     """Buffers that are filled, delivered and released together."""
 
     stack: int
-    runs: tuple[Run, ...]
+    runs: tuple[WantedRows, ...]
+    """Each has other wants than the one before. Each box of a run has one buffer for all its rows."""
+
     reads: tuple[Read, ...]
 
     n_bytes: int
@@ -192,14 +184,15 @@ def _units(chunk_rows: int, wants: Sequence[WantedRows]) -> Iterator[list[Wanted
 
 def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_bytes: int, max_bytes: int) -> ReadStep:
     """The step for these wants of a stack. Adjacent equal wants become one run, and runs are cut into regions."""
-    runs: list[Run] = []
+    runs: list[WantedRows] = []
     for want in wants:
-        begun, end = want.rows
         form = want.boxes, want.dtype, want.keeps_buffers
-        if runs and (last := runs[-1]).rows[1] == begun and (last.boxes, last.dtype, last.keeps_buffers) == form:
-            begun = runs.pop().rows[0]
-        streamed = not want.keeps_buffers and _bytes(stack, want) > max_buffer_bytes
-        runs.append(Run((begun, end), *form, streamed))
+        run = want
+        if runs and (last := runs[-1]).rows[1] == want.rows[0] and (last.boxes, last.dtype, last.keeps_buffers) == form:
+            run = replace(want, rows=(runs.pop().rows[0], want.rows[1]))
+        if not want.keeps_buffers and _bytes(stack, want) > max_buffer_bytes:
+            run = replace(run, streamed=True)
+        runs.append(run)
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk_sides[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
@@ -211,21 +204,21 @@ def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_byt
     return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, max_bytes)), n_bytes, held_bytes)
 
 
-def _itemsize(stack: Stack, rows: WantedRows | Run) -> int:
+def _itemsize(stack: Stack, rows: WantedRows) -> int:
     return stack.itemsize if rows.dtype is None else rows.dtype.itemsize
 
 
-def _bytes(stack: Stack, rows: WantedRows | Run) -> int:
+def _bytes(stack: Stack, rows: WantedRows) -> int:
     """Bytes of the boxes of one row, in the requested dtype."""
     return sum(map(volume, rows.boxes)) * _itemsize(stack, rows)
 
 
-def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
+def _region(runs: Sequence[WantedRows], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
     converted = any(runs[run].dtype is not None or runs[run].streamed for run, _ in serves)
     return Region(box, tuple(serves), converted)
 
 
-def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: int) -> Iterator[Read]:
+def _reads(stack: Stack, runs: Sequence[WantedRows], regions: list[Region], max_bytes: int) -> Iterator[Read]:
     """The regions of a step: joined if they are small, otherwise cut at the borders of objects and chunks."""
     if sum(_stored_bytes(stack, region.box) for region in regions) <= max_bytes:
         yield _read(stack, runs, regions)
@@ -255,8 +248,8 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: 
     yield _read(stack, runs, group)
 
 
-def _read(stack: Stack, runs: Sequence[Run], regions: Sequence[Region]) -> Read:
-    n_elements = sum(volume(_common(runs, region, at)) for region in regions for at in region.serves)
+def _read(stack: Stack, runs: Sequence[WantedRows], regions: Sequence[Region]) -> Read:
+    n_elements = sum(volume(common_box(runs, region, at)) for region in regions for at in region.serves)
     held_bytes = sum(_stored_bytes(stack, region.box) + _staged_bytes(stack, runs, region) for region in regions)
     return Read(tuple(regions), n_elements * stack.itemsize, held_bytes)
 
@@ -267,32 +260,32 @@ def _stored_bytes(stack: Stack, box: Box) -> int:
     return chunks * math.prod(stack.chunk_sides) * stack.itemsize
 
 
-def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
+def common_box(runs: Sequence[WantedRows], region: Region, at: tuple[int, int]) -> Box:
     """The part of a buffer that a region serves."""
     common = intersection(region.box, runs[at[0]].buffer_box(at[1]))
     assert common is not None
     return common
 
 
-def _clipped(runs: Sequence[Run], region: Region, box: Box) -> Region | None:
+def _clipped(runs: Sequence[WantedRows], region: Region, box: Box) -> Region | None:
     """The part of a region in `box`; None if nothing of it is needed."""
     boxes = {at: common for at in region.serves if (common := intersection(box, runs[at[0]].buffer_box(at[1])))}
     return _region(runs, hull(boxes.values()), list(boxes)) if boxes else None
 
 
-def _staged_bytes(stack: Stack, runs: Sequence[Run], region: Region) -> int:
+def _staged_bytes(stack: Stack, runs: Sequence[WantedRows], region: Region) -> int:
     """Bytes of a region that is read into separate memory, and of data that is cast on its way to a device."""
     if not region.staged:
         return 0
     cast = [
-        volume(_common(runs, region, at)) * _itemsize(stack, runs[at[0]])
+        volume(common_box(runs, region, at)) * _itemsize(stack, runs[at[0]])
         for at in region.serves
         if runs[at[0]].streamed and runs[at[0]].dtype is not None
     ]
     return volume(region.box) * stack.itemsize + sum(cast)
 
 
-def _sharing_chunks(runs: Sequence[Run], chunk_rows: int) -> Iterator[list[int]]:
+def _sharing_chunks(runs: Sequence[WantedRows], chunk_rows: int) -> Iterator[list[int]]:
     """Runs, by number, in groups such that no two groups touch the same row of chunks."""
     group: list[int] = []
     for number, run in enumerate(runs):

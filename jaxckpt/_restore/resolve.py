@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -39,9 +40,10 @@ from jaxckpt._model.records import Manifest
 from jaxckpt._model.tree import numbers_of, user_objects_of
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
-from jaxckpt._restore.assembly import Assembly
+from jaxckpt._restore.differences import AcceptedDifferences
 from jaxckpt._restore.match import (
     EXTRA,
+    Assembly,
     LeafRequests,
     Match,
     RestoreRequest,
@@ -51,7 +53,6 @@ from jaxckpt._restore.match import (
     requested_casts,
     unrestorable_reason,
 )
-from jaxckpt._restore.strictness import AcceptedDifferences
 from jaxckpt.errors import LayoutError, MismatchError, Problem, SpecError, show_count, show_path
 
 _Dtype = np.dtype[Any]
@@ -164,18 +165,14 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
 def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf | None], match: Match) -> Resolved:
     """The result, by leaf number, of the result for each group."""
     numbers = match.requests.numbers
-    abstract_leaves = {
-        numbers[index]: abstract
-        for group, abstract in zip(groups, abstract_by_group, strict=True)
-        if abstract
-        for index in group.indices
-    }
-    unproven = {
-        numbers[index]: problem
-        for group, abstract in zip(groups, abstract_by_group, strict=True)
-        if abstract and (reason := _doubt(group, abstract))
-        for index, problem in zip(group.indices, group.problems(reason), strict=True)
-    }
+    abstract_leaves: dict[int, AbstractLeaf] = {}
+    unproven: dict[int, Problem] = {}
+    for group, abstract in zip(groups, abstract_by_group, strict=True):
+        if abstract is not None:
+            of_group = [numbers[index] for index in group.indices]
+            abstract_leaves |= dict.fromkeys(of_group, abstract)
+            if reason := _doubt(group, abstract):
+                unproven |= zip(of_group, group.problems(reason), strict=True)
     paths = dict(zip(numbers, match.requests.paths, strict=True))
     return Resolved(abstract_leaves, match.assembly, paths, match.accepted, unproven)
 
@@ -301,7 +298,7 @@ def _group(
 ) -> list[_Group]:
     """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the result."""
     leaves = manifest.leaves
-    indices_by_form: dict[Hashable, list[int]] = {}
+    indices_by_form = collections.defaultdict[Hashable, list[int]](list)
     asked = zip(requests.paths, requests.numbers, requests.values, strict=True)
     for index, (path, number, requested) in enumerate(asked):
         record = leaves[number]
@@ -314,11 +311,7 @@ def _group(
                 form = path
             else:
                 form = (form, type(requested), attributes(requested))
-        indices = indices_by_form.get(form)
-        if indices is None:
-            indices_by_form[form] = [index]
-        else:
-            indices.append(index)
+        indices_by_form[form].append(index)
     groups: list[_Group] = []
     for indices in indices_by_form.values():
         path, leaf = requests.paths[indices[0]], TypedLeaf(manifest, leaves[requests.numbers[indices[0]]])
@@ -372,7 +365,7 @@ def _abstract_leaf(
         dtype = None if leaf.dtype == dtype else dtype
     if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
-    if leaf.kind == "key" and not _is_key_impl(leaf.record.impl or ""):
+    if leaf.kind == "key" and key_dtype(leaf.record.impl or "") is None:
         return _Reason(
             f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which JAX does not know in this"
             " program; leave it out with select=, or read its raw data with load_numpy"
@@ -415,13 +408,6 @@ def _manual_axes(requested: Any) -> list[str]:
     manual = getattr(requested, "manual_axis_type", None)
     groups = (getattr(manual, name, ()) for name in ("varying", "unreduced", "reduced"))
     return sorted({*(getattr(requested, "vma", None) or ()), *itertools.chain.from_iterable(groups)})
-
-
-def _is_key_impl(impl: str) -> bool:
-    try:
-        return key_dtype(impl) is not None
-    except ValueError:
-        return False
 
 
 def _device_leaf(

@@ -27,14 +27,13 @@ from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._pipeline.progress import Report, display_progress, record_event, show_bytes
 from jaxckpt._pipeline.progress import log as _log
-from jaxckpt._restore.assembly import TargetObject
-from jaxckpt._restore.match import RestoreRequest, require_request
+from jaxckpt._restore.differences import Strict
+from jaxckpt._restore.match import RestoreRequest, TargetObject, require_request
 from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, resolve
 from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared, require_agreement
 from jaxckpt._restore.shared_reads import wants_digest
-from jaxckpt._restore.strictness import Strict
 from jaxckpt._restore.wants import plan_reads, plan_wants, split_ties
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
@@ -282,11 +281,18 @@ def _read(call: Call, source: Source, resolved: Resolved, request: RestoreReques
         )
     with (
         call.rendezvous("restoring", after_caller=True) as rendezvous,
-        contextlib.ExitStack() as shown,  # until all processes have read
+        contextlib.ExitStack() as until_all_have_read,
     ):
         if resolved.unproven:
             _require_lossless(source, resolved, call.options, rendezvous)
-        values = fetch(source, resolved.leaves, call.options, rendezvous, tied=request.tied, shown=shown)
+        values = fetch(
+            source,
+            resolved.leaves,
+            call.options,
+            rendezvous,
+            tied=request.tied,
+            until_all_have_read=until_all_have_read,
+        )
         if call.count > 1:
             require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules))
     return values
@@ -451,12 +457,13 @@ def fetch(
     rendezvous: Rendezvous,
     *,
     tied: bool = False,
-    shown: contextlib.ExitStack | None = None,
+    until_all_have_read: contextlib.ExitStack | None = None,
 ) -> dict[int, Any]:
     """The value of every leaf by its number. If `tied`, leaves that share a row and a form become one value.
 
     Every process of the rendezvous calls this, in a lane. Each checks some of the small files that describe stacks.
-    They read for each other if `options.read` says so. `shown` keeps the progress of the last reads on display.
+    They read for each other if `options.read` says so. The progress of the last reads stays on display
+    `until_all_have_read`.
     """
     representative: dict[int, int] = {}
     if tied:
@@ -480,9 +487,10 @@ def fetch(
         (reads,) = plan_reads(wants, options, [process], job_size)
         leaves = LeafBuilder(source.manifest, wants, destinations(wants, process))
         with detect_replacement(source, group), contextlib.ExitStack() as until_read:
-            if shown is not None:
-                shown.close()
-            display = (shown or until_read).enter_context(display_progress("restore", reads.n_bytes, options.progress))
+            if until_all_have_read is not None:
+                until_all_have_read.close()
+            progress = display_progress("restore", reads.n_bytes, options.progress)
+            display = (until_all_have_read or until_read).enter_context(progress)
 
             def report(n_bytes: int, display: Report = display) -> None:
                 rendezvous.call.cancellation.check()

@@ -67,11 +67,11 @@ _STUCK = 0.25
 
 def require_agreement(rendezvous: Rendezvous, digest: str) -> None:
     """Raise PeersDisagreeError unless all processes have the same digest of their request. Every process."""
-    _gather_alike(rendezvous, digest, "")
+    _gather_equal(rendezvous, digest, "")
     rendezvous.broadcast("")
 
 
-def _gather_alike(rendezvous: Rendezvous, digest: str, text: str) -> list[str]:
+def _gather_equal(rendezvous: Rendezvous, digest: str, text: str) -> list[str]:
     """In process 0, the texts of all processes. Raises PeersDisagreeError unless their digests are equal."""
     parts = [gathered.partition(" ") for gathered in rendezvous.gather(f"{digest} {text}")]
     if len({other for other, _, _ in parts}) > 1:
@@ -115,11 +115,11 @@ def read_shared(
         started = [community.start_rounds() if community else iter(()) for community in communities]
         current = [next(rounds, None) for rounds in started]
         patience = [seconds for seconds in _PATIENCE_SECONDS if seconds < options.timeout_seconds / 2]
-        meeting = _Meeting(is_left=True)
-        while meeting.is_left:
+        decision = _Decision(is_left=True)
+        while decision.is_left:
             ahead: list[_Round | None] = []
             attempts = itertools.chain(patience, itertools.repeat(None))
-            while not ahead or meeting.late:
+            while not ahead or decision.late:
                 rendezvous.call.cancellation.check()
                 seconds = next(attempts)
                 for own in filter(None, current):
@@ -130,13 +130,13 @@ def read_shared(
                     for community, own in zip(communities, current, strict=True)
                 ]
                 with rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the programs
-                    meeting = _meet(rendezvous, digest, states, any(ahead), meeting.stuck)
+                    decision = _decide_together(rendezvous, digest, states, any(ahead), decision.stuck)
                 for number, (community, own) in enumerate(zip(communities, current, strict=True)):
                     if community is not None:
-                        community.take_over(own, meeting, number)
+                        community.take_over(own, decision, number)
             sent = [
                 _Sending(community, own, shipment or Shipment([], {}), program)  # other communities have more
-                for community, own, programs in zip(communities, current, meeting.programs, strict=True)
+                for community, own, programs in zip(communities, current, decision.programs, strict=True)
                 if community is not None
                 for shipment, program in itertools.zip_longest(own.shipments if own else (), programs)
             ]
@@ -152,8 +152,8 @@ _Program = tuple[int, int]
 same programs."""
 
 
-class _Meeting(NamedTuple):
-    """What the processes agree on."""
+class _Decision(NamedTuple):
+    """What process 0 has decided for all, at the start of a round or while some are late."""
 
     is_left: bool
     """Whether any process has a round left after this one."""
@@ -189,17 +189,17 @@ class _State(NamedTuple):
     unread_bytes: int = 0
 
 
-def _meet(
+def _decide_together(
     rendezvous: Rendezvous, digest: str, states: Sequence[_State], is_left: bool, stuck: Sequence[int]
-) -> _Meeting:
-    texts = _gather_alike(rendezvous, digest, json.dumps([is_left, states]))
+) -> _Decision:
+    texts = _gather_equal(rendezvous, digest, json.dumps([is_left, states]))
     decision = _decide([json.loads(text) for text in texts], stuck) if texts else None
     agreed = json.loads(rendezvous.broadcast(json.dumps(decision)))
     rendezvous.start_next()
-    return _Meeting(*agreed)
+    return _Decision(*agreed)
 
 
-def _decide(gathered: Sequence[tuple[bool, Sequence[Sequence[Any]]]], stuck: Sequence[int]) -> _Meeting:
+def _decide(gathered: Sequence[tuple[bool, Sequence[Sequence[Any]]]], stuck: Sequence[int]) -> _Decision:
     """What process 0 decides for all, from what each process has sent. `stuck` has those of earlier meetings."""
     is_left = any(left for left, _ in gathered)
     states = [[_State(*state) for state in of_process] for _, of_process in gathered]
@@ -209,7 +209,7 @@ def _decide(gathered: Sequence[tuple[bool, Sequence[Sequence[Any]]]], stuck: Seq
             [tuple(map(max, *offers, (0, 0))) for offers in itertools.zip_longest(*offered, fillvalue=(0, 0))]
             for offered in zip(*([state.offers for state in own] for own in states), strict=True)
         ]
-        return _Meeting(is_left, stuck, programs=programs)
+        return _Decision(is_left, stuck, programs=programs)
     seconds = [max(state.seconds for state in own) for own in states]
     n_bytes = [sum(state.n_bytes for state in own) for own in states]
     unread = [sum(state.unread_bytes for state in own) for own in states]
@@ -223,7 +223,7 @@ def _decide(gathered: Sequence[tuple[bool, Sequence[Sequence[Any]]]], stuck: Seq
 
     too_late = [process for process in late if done and is_too_late(process)]
     more = [p for p in too_late if p not in stuck and n_bytes[p] - unread[p] < _STUCK * n_bytes[p]]
-    return _Meeting(is_left, [*stuck, *more], late, [(p, [state.late for state in states[p]]) for p in too_late])
+    return _Decision(is_left, [*stuck, *more], late, [(p, [state.late for state in states[p]]) for p in too_late])
 
 
 class _OwnReads:
@@ -338,19 +338,19 @@ class _Community:
             into = aligned_empty((sum(portion.n_bytes for portion in own),), np.dtype(np.uint8))
             yield _Round(portions, self._shipments(portions), into, self._start_reads(own, into))
 
-    def take_over(self, round_: _Round | None, meeting: _Meeting, partition: int) -> None:
+    def take_over(self, round_: _Round | None, decision: _Decision, partition: int) -> None:
         """Let the processes that are done read what late ones have not read."""
-        self._stuck = meeting.stuck
+        self._stuck = decision.stuck
         members = self.interconnect.community
-        late = {p: numbers[partition] for p, numbers in meeting.moved if p in members and numbers[partition]}
+        late = {p: numbers[partition] for p, numbers in decision.moved if p in members and numbers[partition]}
         if round_ is None or not late:
             return
-        done = [process for process in members if process not in meeting.late and process not in round_.handed_in]
+        done = [process for process in members if process not in decision.late and process not in round_.handed_in]
         if not done:
             return
         round_.handed_in.update(late)
         numbers = [*itertools.chain.from_iterable(late.values())]
-        able = [process for process in done if process not in meeting.stuck]
+        able = [process for process in done if process not in decision.stuck]
         round_.portions = take_over(round_.portions, numbers, able or done)
         round_.shipments = self._shipments(round_.portions)
         if self._process in late:

@@ -29,9 +29,9 @@ from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._pipeline.lanes import run_alone, run_to_the_end
+from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
-from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._run_folder.metrics import metrics_of
@@ -51,8 +51,7 @@ from jaxckpt._runs.resumption import (
 )
 from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
 from jaxckpt._runs.run import Run, StepName
-from jaxckpt._runs.saving import RunStep, Saver, checking
-from jaxckpt._runs.schedule import SaveSchedule
+from jaxckpt._runs.saving import RunStep, Saver, SaveSchedule
 from jaxckpt._save.describe import describe
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
@@ -245,13 +244,8 @@ class Checkpointer(Run):
             return require_step(step)
         except InputError as error:
             hint = "; best_step() and steps() return such numbers, and the target is the next argument"
-            with self._begin_call(verb):
+            with self._directory.begin_call(verb):
                 raise InputError(f"{error}{hint if verb == 'Checkpointer.restore' else ''}") from None
-
-    def _begin_call(self, verb: str, step: int | None = None) -> Call:
-        """Begin a call that every process makes."""
-        path = self._directory.url if step is None else self._directory.child(step).url
-        return Call.of(verb, path, self._options)
 
     def _begin_training(self) -> None:
         """Note that this Checkpointer trains, and does not only read. It may have been closed before."""
@@ -339,7 +333,7 @@ class Checkpointer(Run):
         """
         self._begin_training()
         step = self._require_step(step, "Checkpointer.save")
-        with checking(functools.partial(self._begin_call, "Checkpointer.save")):
+        with self._directory.checking("Checkpointer.save"):
             force, overwrite = require_bool(force, "force"), require_bool(overwrite, "overwrite")
             if self._local is not None and not (mesh is None and specs is None):
                 raise InputError(
@@ -355,8 +349,7 @@ class Checkpointer(Run):
         request = SaveRequest(
             destination, self._options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
         )
-        begin_call = functools.partial(self._begin_call, "Checkpointer.save")
-        return self._saver.save(step, metrics, destination, request, begin_call, force=force)
+        return self._saver.save(step, metrics, destination, request, force=force)
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None, overwrite: bool = False) -> bool:
         """Whether `save` would save this step now. Every process calls this at every step, and gets the same answer.
@@ -391,10 +384,9 @@ class Checkpointer(Run):
         """
         self._begin_training()
         step = self._require_step(step, "Checkpointer.should_save")
-        begin_call = functools.partial(self._begin_call, "Checkpointer.should_save")
-        with checking(begin_call):
+        with self._directory.checking("Checkpointer.should_save"):
             overwrite = require_bool(overwrite, "overwrite")
-        return self._saver.should_save(step, metrics, begin_call, overwrite=overwrite)
+        return self._saver.should_save(step, metrics, overwrite=overwrite)
 
     def local_bytes(self, tree: Tree) -> LocalBytes:
         """The bytes that a local step of a tree takes in this process. Nothing is saved or communicated.
@@ -415,7 +407,7 @@ class Checkpointer(Run):
             InputError: The step is pinned, or the directory has no other step.
         """
         step = self._require_step(step, "Checkpointer.delete")
-        with self._begin_call("Checkpointer.delete", step) as call:
+        with self._directory.begin_call("Checkpointer.delete", step) as call:
             call.here(self._saver.wait)
             call.here(functools.partial(await_writes, self._directory.store))  # also of another object
             call.run(functools.partial(self._delete_collectively, step, call))
@@ -589,7 +581,7 @@ class Checkpointer(Run):
     ) -> tuple[int | None, Tree]:
         """Restore a step, by default the newest, or an older one if `on_unreadable` says so."""
         fallback = None
-        with checking(functools.partial(self._begin_call, "Checkpointer.restore")):
+        with self._directory.checking("Checkpointer.restore"):
             if require_on_unreadable(on_unreadable) == "previous":
                 fallback = Fallback(self._directory, self._saver.failures.incidents)
         while True:
@@ -606,7 +598,7 @@ class Checkpointer(Run):
             if fallback is None:
                 assert restored is not None
                 return restored
-            with self._begin_call("Checkpointer.restore") as call:
+            with self._directory.begin_call("Checkpointer.restore") as call:
                 tried = step if chosen is None else chosen.step
                 is_of_caller = chosen is not None and request is None
                 choose = functools.partial(fallback.next_step, call, tried, error, is_of_caller=is_of_caller)
@@ -630,7 +622,7 @@ class Checkpointer(Run):
         """The number of a step that is given by name; None for the newest."""
         if not isinstance(step, str) or step == "latest":
             return None if isinstance(step, str) else step
-        with self._begin_call("Checkpointer.restore") as call:
+        with self._directory.begin_call("Checkpointer.restore") as call:
             call.here(self._await_saves)
             return call.in_process_0("looking for a step", functools.partial(self._number, step))
 
@@ -651,7 +643,7 @@ class Checkpointer(Run):
             return self._restore(step, self._find_step(step, allow_peers=request.rules is None), request, init)
         except JaxckptError as error:
             with contextlib.suppress(JaxckptError):  # which must not replace this error
-                for note in self._directory.hints(number, error):
+                if note := self._directory.hint(number, error):
                     error.add_note(note)
             raise
         self._restored_step = number
@@ -703,7 +695,7 @@ class Checkpointer(Run):
             (step, tree): the number and the tree of the restored step, or None and the result of `init`.
         """
         if not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
-            with self._begin_call("Checkpointer.restore"):
+            with self._directory.begin_call("Checkpointer.restore"):
                 raise InputError(
                     "init must be a function that makes the initial tree, found an object of type"
                     f" {type(init).__name__}"
@@ -716,7 +708,7 @@ class Checkpointer(Run):
                 if chosen.step is not None and not state:
                     state.extend(target_of(init))
             except BaseException:
-                with self._begin_call("restore", chosen.step):  # in which the other processes are notified
+                with self._directory.begin_call("restore", chosen.step):  # in which the other processes are notified
                     raise
             target, initial = state or (None, None)
             return RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied, initial=initial)
@@ -745,7 +737,7 @@ class Checkpointer(Run):
         while True:
             chosen = self._find_step(step)
             source = chosen.local_source or self._directory.child(self._step_finder.require_found(chosen))
-            with self._begin_call("Checkpointer.process_state", chosen.step) as call:
+            with self._directory.begin_call("Checkpointer.process_state", chosen.step) as call:
                 try:
                     return restore_process_state(call, source, name, resplit)
                 except DamagedError as error:
@@ -759,7 +751,7 @@ class Checkpointer(Run):
         """
         if step is not None:
             step = self._require_step(step, "Checkpointer.restore")
-        with self._begin_call("Checkpointer.restore") as call:
+        with self._directory.begin_call("Checkpointer.restore") as call:
             call.here(self._await_saves)
             return call.run(functools.partial(self._step_finder.find, call, step, allow_peers=allow_peers))
 
@@ -786,25 +778,18 @@ class Checkpointer(Run):
         of this name."""
         bests = self._directory.policy.keep_best
         best = next((best for best in bests if metric in (None, best.metric) and mode in (None, best.mode)), None)
-        if best is None and metric is not None and mode is not None:
+        if best is not None:
+            return super().best_step(best.metric, best.mode)
+        if metric is not None and mode is not None:
             return super().best_step(metric, mode)
-        if best is None:
-            if metric is None:
-                rule = "has no rule" if mode is None else f"has no rule with {mode!r}"
-                raise InputError(f"keep_best {rule}: pass a metric and a mode, as in best_step('loss', 'min')")
-            names = [best.metric for best in bests]
-            hint = closest_hint(str(metric), names) or "."
-            raise InputError(
-                f"keep_best has no rule for {metric!r}{hint} For any other metric, pass a mode, as in"
-                f" best_step({metric!r}, 'min')"
-            )
-        while True:
-            steps = self.steps()
-            saved = self._directory.saved_steps(steps)
-            self._directory.require_undamaged({*steps} - {step.number for step in saved})
-            step = next(iter(best.steps(saved)), None)
-            if step is None or self._directory.all_exist([step]):
-                return step
+        if metric is None:
+            rule = "has no rule" if mode is None else f"has no rule with {mode!r}"
+            raise InputError(f"keep_best {rule}: pass a metric and a mode, as in best_step('loss', 'min')")
+        hint = closest_hint(str(metric), [best.metric for best in bests]) or "."
+        raise InputError(
+            f"keep_best has no rule for {metric!r}{hint} For any other metric, pass a mode, as in"
+            f" best_step({metric!r}, 'min')"
+        )
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
         """The metrics given to `save` for a step, and those that were added; None for NaN.

@@ -9,11 +9,12 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from jaxckpt._job.call import Call
 from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
@@ -41,7 +42,6 @@ from jaxckpt._run_folder.steps import (
 )
 from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._sources.open_source import foreign_steps_of
-from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import anchor_of, run_at
 from jaxckpt.errors import (
@@ -50,7 +50,6 @@ from jaxckpt.errors import (
     DataError,
     InputError,
     JaxckptError,
-    NotACheckpointError,
     StorageError,
     show_count,
 )
@@ -89,6 +88,19 @@ class Directory:
     def child(self, step: int) -> Store:
         """The store of a step. Raises InputError."""
         return self.store.child(step_name(require_step(step)))
+
+    def begin_call(self, verb: str, step: int | None = None) -> Call:
+        """Begin a call that every process makes, about a step or the whole directory."""
+        return Call.of(verb, self.url if step is None else self.child(step).url, self._options)
+
+    @contextlib.contextmanager
+    def checking(self, verb: str, step: int | None = None) -> Generator[None]:
+        """Raise an InputError of the block in a call, so that the calls of all processes stay synchronized."""
+        try:
+            yield
+        except InputError:
+            with self.begin_call(verb, step):
+                raise
 
     def require_same_folder(self) -> None:
         """Raise StorageError if the directory was unmounted, moved or replaced since this Checkpointer first used it.
@@ -146,15 +158,16 @@ class Directory:
         steps = self.steps()
         return self.child(steps[-1]) if steps else None
 
-    def hints(self, step: int, error: JaxckptError) -> Iterator[str]:
-        """What else can be restored, for a note after a target did not fit. Raises StorageError."""
-        if isinstance(error, InputError):  # the target or `select` may ask for a subtree that was dropped
-            saved = self.saved_step(step)
-            if saved is not None and saved.record.dropped:
-                yield (
-                    f"step {step} was kept without {', '.join(saved.record.dropped)}; select= restores the rest, and"
-                    " restore_or_init(init, strict=False) takes these leaves from init"
-                )
+    def hint(self, step: int, error: JaxckptError) -> str:
+        """What else can be restored, for a note after a target did not fit; or nothing. Raises StorageError."""
+        # The target or `select` may ask for a subtree that was dropped.
+        saved = self.saved_step(step) if isinstance(error, InputError) else None
+        if saved is None or not saved.record.dropped:
+            return ""
+        return (
+            f"step {step} was kept without {', '.join(saved.record.dropped)}; select= restores the rest, and"
+            " restore_or_init(init, strict=False) takes these leaves from init"
+        )
 
     def saved_step(self, step: int) -> SavedStep | None:
         """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once,
@@ -183,12 +196,6 @@ class Directory:
                 raise  # it may pass
             _log.warning("step %d does not count for the rules: %s", step, error)
             return None
-
-    def require_undamaged(self, steps: Iterable[int]) -> None:
-        """Raise CorruptError if the manifest of one of these steps is damaged or lost."""
-        for step in steps:
-            with contextlib.suppress(NotACheckpointError):  # deleted in the meantime
-                load_manifest(self.child(step))
 
     def saved_steps(self, steps: list[int]) -> list[SavedStep]:
         """The properties of all steps from their manifests, and the metrics that were added to them."""

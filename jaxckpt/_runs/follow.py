@@ -23,9 +23,9 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import finish_at_exit
 from jaxckpt._pipeline.progress import log as _log
+from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
-from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.leases import hold
 from jaxckpt._run_folder.metrics import metrics_of
@@ -58,17 +58,9 @@ class Step:
     _options: Options = field(repr=False)
 
     @overload
-    def restore(
-        self,
-        target: DescribedTree = None,
-        **arguments: Unpack[RestoreArguments],
-    ) -> Tree: ...
+    def restore(self, target: DescribedTree = None, **arguments: Unpack[RestoreArguments]) -> Tree: ...
     @overload
-    def restore(
-        self,
-        target: T,
-        **arguments: Unpack[RestoreArguments],
-    ) -> T: ...
+    def restore(self, target: T, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(
         self,
         target: Tree = None,

@@ -154,12 +154,7 @@ class RetentionPolicy:
             if not isinstance(path, str):
                 raise InputError(f"keep_last_of must have paths of subtrees for keys, found {path!r}")
             counts[path] = require_whole_number(count, f"keep_last_of[{path!r}]", minimum=1)
-        return cls(
-            *numbers,
-            bests,
-            require_predicate(keep_if, "keep_if"),
-            counts,
-        )
+        return cls(*numbers, bests, require_predicate(keep_if, "keep_if"), counts)
 
     def decide(self, steps: Sequence[SavedStep], now: datetime.datetime) -> list[Decision]:
         """The decision about each published step. Steps are in order, oldest first."""

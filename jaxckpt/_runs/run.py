@@ -22,19 +22,12 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
-from jaxckpt._options import (
-    Options,
-    optional,
-    options_or_default,
-    require_bool,
-    require_seconds,
-    require_whole_number,
-)
+from jaxckpt._options import Options, optional, options_or_default, require_bool, require_seconds, require_whole_number
 from jaxckpt._pipeline.lanes import run_to_the_end
 from jaxckpt._pipeline.progress import log as _log
+from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
-from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.leases import TERM_SECONDS, pin_step, pins, unpin_name
 from jaxckpt._run_folder.metrics import add_metrics, metrics_of, read_added_metrics, recorded_metrics
@@ -68,14 +61,7 @@ from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store, await_writes
 from jaxckpt._store.store_path import Path, run_at, store_at
 from jaxckpt._store.transaction import open_transaction
-from jaxckpt.errors import (
-    CheckpointExistsError,
-    DataError,
-    InputError,
-    NotACheckpointError,
-    StorageError,
-    show_count,
-)
+from jaxckpt.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, StorageError, show_count
 
 # Forks ----------------------------------------------------------------------------------------------------
 
@@ -421,18 +407,10 @@ class Run:
 
     @overload
     def restore(
-        self,
-        step: StepName | None = None,
-        target: DescribedTree = None,
-        **arguments: Unpack[RestoreArguments],
+        self, step: StepName | None = None, target: DescribedTree = None, **arguments: Unpack[RestoreArguments]
     ) -> Tree: ...
     @overload
-    def restore(
-        self,
-        step: StepName | None,
-        target: T,
-        **arguments: Unpack[RestoreArguments],
-    ) -> T: ...
+    def restore(self, step: StepName | None, target: T, **arguments: Unpack[RestoreArguments]) -> T: ...
     @overload
     def restore(self, step: StepName | None = None, *, target: T, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(

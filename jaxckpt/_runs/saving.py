@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,23 +16,120 @@ from jaxckpt._local_tier.process_folders import ProcessFolders
 from jaxckpt._local_tier.tier import LocalSteps
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
-from jaxckpt._options import Options
+from jaxckpt._options import Options, optional, require_seconds, require_whole_number
 from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._run_folder.metrics import recorded_metrics
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.failures import Failures
 from jaxckpt._runs.preemption import PreemptionListener
-from jaxckpt._runs.schedule import SaveSchedule
-from jaxckpt._save.compose_manifest import PublishResult
+from jaxckpt._runs.retention import evaluate_predicate, require_predicate
 from jaxckpt._save.describe import missing_subtrees
 from jaxckpt._save.request import PlanCache, PreparedSave, SaveRequest, require_on_done
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start
-from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._save.shared_path import PublishResult, SharedPath
 from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import InputError, JaxckptError, Preempted, TreeError
+
+# Which steps are saved -----------------------------------------------------------------------------------
+
+_CLOCK_CHECKS = 60
+"""How often several processes check process 0's clock during `every_seconds`, if their steps are short enough."""
+
+
+class SaveSchedule:
+    """Which steps are saved.
+
+    In a job of several processes, the clock and the metrics of process 0 decide. For a predicate, the processes meet at
+    every step. For the clock they meet less often: at each rendezvous, process 0 announces the number of steps until
+    the next one, estimated from the duration of past steps. All processes count the same steps, so none misses a
+    rendezvous.
+    """
+
+    def __init__(self, every: object, every_seconds: object, save_if: object, processes: int) -> None:
+        """Takes the arguments of a Checkpointer, and the number of processes. Raises InputError."""
+        if every is None and every_seconds is None and save_if is None:
+            every = 1
+        self._every = optional(require_whole_number, every, "every", minimum=1)
+        self._seconds = optional(require_seconds, every_seconds, "every_seconds")
+        self._save_if = require_predicate(save_if, "save_if")
+        is_given = "a function" if self._save_if else None
+        self.settings = {"every": self._every, "every_seconds": self._seconds, "save_if": is_given}
+        """The arguments as JSON values, which all processes must give alike."""
+
+        self._is_single_process = processes == 1
+        self._clock: Callable[[], float] = time.monotonic
+        self._saved_at = self._met_at = self._clock()
+        self._steps_since_rendezvous = 0
+        self._steps_to_rendezvous = 1
+        self._decided: tuple[int, bool] | None = None
+        """A step and the decision about it, until the step is saved or skipped."""
+
+    def record_save(self) -> None:
+        """Note that a save has begun, and restart the count of seconds."""
+        self._saved_at = self._clock()
+        self._decided = None
+
+    def repeat(self, step: int) -> None:
+        """Note that a due step was not saved, and is due if it comes next."""
+        self._decided = step, True
+
+    def is_due(
+        self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call], *, remember: bool = False
+    ) -> bool:
+        """Whether to save a step. Every process calls this at every step.
+
+        With `remember`, the next call for the same step returns the same decision, without communication.
+        """
+        decided, self._decided = self._decided, None
+        due = decided[1] if decided and decided[0] == step else self._decide(step, metrics, begin_call)
+        if remember:
+            self._decided = step, due
+        return due
+
+    def _decide(self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call]) -> bool:
+        if self._every is not None and step % self._every == 0:
+            return True
+        if self._seconds is None and self._save_if is None:
+            return False
+        if self._is_single_process:
+            return self._is_due_locally(step, metrics)
+        self._steps_since_rendezvous += 1
+        if self._steps_since_rendezvous < self._steps_to_rendezvous:
+            return False
+        with begin_call() as call:
+            own = (False, 0)
+            if call.index == 0:
+                own = call.here(lambda: (self._is_due_locally(step, metrics), self._plan_next_rendezvous()))
+            due, self._steps_to_rendezvous = call.in_process_0("deciding whether to save", lambda: own)
+            self._steps_since_rendezvous = 0
+        return due
+
+    def _is_due_locally(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+        if self._seconds is not None and self._clock() - self._saved_at >= self._seconds:
+            return True
+        return self._save_if is not None and evaluate_predicate(
+            self._save_if, "save_if", StepRecord(step, recorded_metrics(metrics))
+        )
+
+    def _plan_next_rendezvous(self) -> int:
+        """The number of steps until the processes meet again.
+
+        At most twice the last number, because the first steps may be fast (queued on the devices) or slow (compiled).
+        """
+        if self._seconds is None or self._save_if is not None:
+            return 1
+        now = self._clock()
+        seconds_per_step = max((now - self._met_at) / self._steps_to_rendezvous, 1e-9)
+        self._met_at = now
+        left = self._saved_at + self._seconds - now
+        ahead = min(left if left > 0 else self._seconds, self._seconds / _CLOCK_CHECKS)
+        return max(1, min(2 * self._steps_to_rendezvous, int(ahead / seconds_per_step)))
+
+
+# The last save --------------------------------------------------------------------------------------------
 
 
 class LastSave:
@@ -185,16 +281,6 @@ class SaveDecision:
     due: bool
 
 
-@contextlib.contextmanager
-def checking(begin_call: Callable[[], Call]) -> Generator[None]:
-    """Raise an InputError of the block in a call, so that the calls of all processes stay synchronized."""
-    try:
-        yield
-    except InputError:
-        with begin_call():
-            raise
-
-
 class _Wait:
     """The time that a save waits for an earlier one."""
 
@@ -249,14 +335,13 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         destination: RunStep,
         request: SaveRequest,
-        begin_call: Callable[..., Call],
         *,
         force: bool,
     ) -> bool:
         """Save a step if it is due. `request` has the caller's arguments. Returns whether it is being saved."""
-        decision = self._decide(step, metrics, begin_call, force=force)
+        decision = self._decide("Checkpointer.save", step, metrics, force=force)
         if not decision.due:
-            self._check_rules(request, begin_call)
+            self._check_rules(request)
             return False
         self.are_rules_checked = True
         is_last_step, to_storage = decision.is_last_step, decision.to_storage
@@ -274,7 +359,6 @@ class Saver:
                     metrics,
                     destination,
                     request,
-                    functools.partial(begin_call, step),
                     to_storage=to_storage,
                     is_last_step=is_last_step,
                     awaited=awaited,
@@ -290,34 +374,28 @@ class Saver:
             self._finish_preempted(step, saved)
         return saved
 
-    def should_save(
-        self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[..., Call], *, overwrite: bool
-    ) -> bool:
+    def should_save(self, step: int, metrics: Mapping[str, Any] | None, *, overwrite: bool) -> bool:
         """Whether `save` would save a step. The next `save` of the step follows the decision. Every process."""
-        decision = self._decide(step, metrics, begin_call, remember=True)
+        verb = "Checkpointer.should_save"
+        decision = self._decide(verb, step, metrics, remember=True)
         if decision.is_last_step or not decision.due:
             return decision.due
-        with checking(functools.partial(begin_call, step)):
+        with self.directory.checking(verb, step):
             recorded_metrics(metrics)
         if overwrite:
             return True
-        with begin_call(step) as call:
+        with self.directory.begin_call(verb, step) as call:
             return call.in_process_0("looking for a step", functools.partial(self._is_new, step))
 
     def _is_new(self, step: int) -> bool:
         return step != self.last_save.step and step not in self.directory.steps([step])
 
     def _decide(
-        self,
-        step: int,
-        metrics: Mapping[str, Any] | None,
-        begin_call: Callable[..., Call],
-        *,
-        force: bool = False,
-        remember: bool = False,
+        self, verb: str, step: int, metrics: Mapping[str, Any] | None, *, force: bool = False, remember: bool = False
     ) -> SaveDecision:
         """Decide whether to save a step. With `remember`, the next decision about the same step is the same."""
         is_last_step = self.on_preemption != "ignore" and not self.preempted and self.preemption.is_last_step(step)
+        begin_call = functools.partial(self.directory.begin_call, verb)
         to_storage = force or is_last_step or self.schedule.is_due(step, metrics, begin_call, remember=remember)
         due = to_storage or (self.local is not None and self.local.is_due(step))
         if not due and self.fail_fast:
@@ -328,7 +406,7 @@ class Saver:
                     last.wait()
         return SaveDecision(is_last_step, to_storage, due)
 
-    def _check_rules(self, request: SaveRequest, begin_call: Callable[..., Call]) -> None:
+    def _check_rules(self, request: SaveRequest) -> None:
         """Raise TreeError if `keep_last_of` does not fit the first tree, although no step is due yet."""
         if self.are_rules_checked:
             return
@@ -338,7 +416,7 @@ class Saver:
         except TreeError:
             return  # raised when a step is due
         for message in missing.values():
-            with begin_call():
+            with self.directory.begin_call("Checkpointer.save"):
                 raise TreeError(message)
 
     def _fitting_subtrees(self, request: SaveRequest, is_last_step: bool) -> tuple[str, ...]:
@@ -356,7 +434,6 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         destination: RunStep,
         request: SaveRequest,
-        begin_call: Callable[[], Call],
         *,
         to_storage: bool,
         is_last_step: bool,
@@ -381,7 +458,7 @@ class Saver:
                 flush = Flush(step, self.local.child(step), destination, call, self.options, rate, request.on_done)
                 if flush_attempts is not None:
                     flush.attempts = functools.partial(flush_attempts.run, flush.call)
-        call = begin_call()
+        call = self.directory.begin_call("Checkpointer.save", step)
         request = replace(request, deadline=self.preemption.deadline if is_last_step else None)
         if attempts is not None:
             run = functools.partial(attempts.run, call)

@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jaxckpt._devices.device_to_host import start_copies
 from jaxckpt._devices.interconnect import transfer_context
-from jaxckpt._devices.shardings import memory_kind, pinned_memory, processes_of
+from jaxckpt._devices.shardings import processes_of
 from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt._model import typed_json
+from jaxckpt._options import StagingMemory
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.staging import is_in_host_memory
+from jaxckpt._save.staging import may_be_shared
 from jaxckpt._save.write_plan import SavePlan
 from jaxckpt.errors import PeersDisagreeError, show_lines, show_path
 
@@ -55,6 +57,9 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
     checksums: list[int | None]
     """For each bucket of values, a checksum; None in a process that does not hold them."""
+
+    numbers: list[int] = []
+    """Numbers that process 0 needs, whether they are equal or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +104,9 @@ class OwnFingerprint:
         digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in entries.items()}
         return cls(digests, _compared_values(draft, process), process)
 
-    def complete(self) -> tuple[Fingerprint, Sequence[ValueGroup]]:
-        """The message of this process, and its groups. Waits for values that devices still compute."""
+    def complete(self, numbers: Sequence[int] = ()) -> tuple[Fingerprint, Sequence[ValueGroup]]:
+        """The message of this process, with these numbers, and its groups. Waits for values that devices still
+        compute."""
         groups = list(_value_groups(self.values))
         sums = [
             zlib.crc32(repr([value for _, value in group.values]).encode())
@@ -108,20 +114,13 @@ class OwnFingerprint:
             else None
             for group in groups
         ]
-        return Fingerprint(self.digests, sums), groups
+        return Fingerprint(self.digests, sums, [*numbers]), groups
 
 
 def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
     """Number, dtype and shape of the leaves that share a row with an earlier leaf."""
     forms = {leaf.number: (leaf.dtype, leaf.shape) for leaf in draft.arrays} if draft.ties else {}
     return [(number, *forms[first]) for number, first in draft.ties.items()]
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    """What a process sends before a save begins."""
-
-    fingerprint: Fingerprint
-    numbers: list[int]
 
 
 def gather_agreed(
@@ -131,13 +130,13 @@ def gather_agreed(
 
     Raises PeersDisagreeError in process 0 unless all processes save the same.
     """
-    own, groups = fingerprint.complete() if fingerprint else (Fingerprint({}, []), [])
+    own, groups = fingerprint.complete(numbers) if fingerprint else (Fingerprint({}, [], [*numbers]), [])
     with rendezvous.call.phases.timed("barrier"):
-        texts = rendezvous.gather(msgspec.json.encode(_Message(own, [*numbers])).decode())
-    messages = [typed_json.decode(text, _Message) for text in texts]
-    if len(messages) > 1:
-        require_equal_fingerprints([message.fingerprint for message in messages], groups)
-    return [message.numbers for message in messages]
+        texts = rendezvous.gather(msgspec.json.encode(own).decode())
+    fingerprints = [typed_json.decode(text, Fingerprint) for text in texts]
+    if len(fingerprints) > 1:
+        require_equal_fingerprints(fingerprints, groups)
+    return [fingerprint.numbers for fingerprint in fingerprints]
 
 
 def require_equal_fingerprints(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:
@@ -214,33 +213,23 @@ def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
             if len(holders) > 1:
                 own = value.addressable_data(0) if process in holders else ""
                 values.append(_ComparedValue(holders, path, own, is_count=True))
-    _protect(values)
+    _protect(values, draft.staging_memory)
     return values
 
 
-def _protect(values: Sequence[_ComparedValue]) -> None:
-    """Protect the values from later changes by the caller. Copies from accelerators to the host are only started: they
-    end when the training steps that compute the arrays do. The other arrays are read."""
-    late: list[tuple[_ComparedValue, Any]] = []
-    now: list[_ComparedValue] = []
+def _protect(values: Sequence[_ComparedValue], memory: StagingMemory) -> None:
+    """Protect the values from later changes by the caller. Copies from accelerators to pinned memory are only started:
+    they end when the training steps that compute the arrays do. The other arrays are read."""
+    copied: list[_ComparedValue] = []
     for entry in values:
-        is_remote = isinstance(entry.value, jax.Array) and not is_in_host_memory(entry.value)
-        target = (
-            pinned_memory(entry.value.sharding) if is_remote and memory_kind(entry.value.sharding) is None else None
-        )
-        if target is not None:
-            late.append((entry, target))
+        if isinstance(entry.value, jax.Array) and not may_be_shared(entry.value):
+            copied.append(entry)
         else:
-            now.append(entry)
-            if is_remote:
-                entry.value.copy_to_host_async()
-    if late:
-        with transfer_context(None):
-            copies = jax.device_put([entry.value for entry, _ in late], [target for _, target in late])
-        for (entry, _), copy in zip(late, copies, strict=True):
-            entry.value = copy
-    for entry in now:
-        entry.value = entry.text()
+            entry.value = entry.text()
+    with transfer_context(None):
+        copies = start_copies([entry.value for entry in copied], memory)
+    for entry, copy in zip(copied, copies, strict=True):
+        entry.value = copy
 
 
 def _value_groups(values: Sequence[_ComparedValue]) -> Iterator[ValueGroup]:

@@ -37,7 +37,7 @@ from jaxckpt._model.records import LeafRecord
 from jaxckpt._model.select import parse_select
 from jaxckpt._model.tree import Structure, Tree, nodes_of
 from jaxckpt._model.values import KINDS, PYTHON_KINDS, array_of, encode_value
-from jaxckpt._options import Options
+from jaxckpt._options import Options, StagingMemory
 from jaxckpt._save.write_plan import ArrayLeaf
 from jaxckpt.errors import InputError, LayoutError, Problem, SpecError, TreeError, show_count, show_path
 
@@ -64,6 +64,9 @@ class Draft:
     """For each leaf that is the same array as an earlier leaf, in the same layout: the number of the earlier leaf,
     whose row it shares. It has no entry in `arrays` and `values`."""
 
+    staging_memory: StagingMemory = "auto"
+    """`Options.staging_memory`: where the values are copied."""
+
 
 _HOST = ((0,),)  # the holder of the single cell of a host-local leaf: process 0
 
@@ -84,7 +87,8 @@ def describe(
         raise InputError("save(specs=…) needs mesh=: the mesh whose axes the specs name")
     require_mesh(mesh)
     leaves, structure = flatten(tree, states=True)
-    draft = Draft(structure, state_leaves=frozenset(number for number, leaf in enumerate(leaves) if leaf.in_state))
+    state_leaves = frozenset(number for number, leaf in enumerate(leaves) if leaf.in_state)
+    draft = Draft(structure, state_leaves=state_leaves, staging_memory=options.staging_memory)
     problems: list[Problem] = []
     for leaf in leaves:
         try:
@@ -234,11 +238,7 @@ def _impl(keys: jax.Array) -> str:
     if keys.ndim >= MAX_RANK:
         raise TreeError(f"has PRNG keys of {keys.ndim} dimensions; at most {MAX_RANK - 1} can be stored")
     name = str(jax.random.key_impl(keys))
-    try:
-        is_known = key_dtype(name) == keys.dtype
-    except ValueError:
-        is_known = False
-    if not is_known:
+    if key_dtype(name) != keys.dtype:
         raise TreeError(
             f"has PRNG keys of implementation {name!r}, which jax.random.key(0, impl={name!r}) does not create, so"
             " they could not be restored; save jax.random.key_data of them"

@@ -17,7 +17,6 @@ from jaxckpt._job.call import Call
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.tree import Container, Structure, Tree
 from jaxckpt._options import Options
-from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import OwnFingerprint
 from jaxckpt._save.describe import Draft, first_occurrences
 from jaxckpt._save.reuse import Reuse, ReuseCache
@@ -28,6 +27,7 @@ from jaxckpt._store.store import Store
 from jaxckpt.errors import InputError
 
 if TYPE_CHECKING:
+    from jaxckpt._save.shared_path import PublishResult
     from jaxckpt._save.write import OwnShare
 
 

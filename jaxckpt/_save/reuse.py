@@ -220,10 +220,10 @@ class Reuse:
         # The digest again, of the bytes that are written: another library may change the memory in the meantime.
         return _await_write(record, writer.write(index, source, bool(record.content)))
 
-    def keep(self, data: str, stacks: Sequence[Stack], written: Iterable[tuple[Object, WrittenObject]]) -> None:
-        """After publication, keep what this process wrote in the cache, for the next save."""
+    def remember(self, data: str, stacks: Sequence[Stack], written: Iterable[tuple[Object, WrittenObject]]) -> None:
+        """After publication, remember in the cache what this process wrote, for the next save."""
         last = self.cache
-        assert last is not None, "nothing is kept"
+        assert last is not None, "nothing is remembered"
         by_arrays, by_content = dict[_ContentKey, tuple[Original, _Arrays]](), dict[_ContentKey, Original]()
         by_index_key = dict[tuple[int, str], Original]()
         linked = refused = False

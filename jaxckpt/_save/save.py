@@ -30,13 +30,12 @@ from jaxckpt._pipeline.progress import display_progress, record_event, show_byte
 from jaxckpt._pipeline.threads import is_shutting_down
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._save import running_saves
-from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import OwnFingerprint
 from jaxckpt._save.describe import Draft, describe
 from jaxckpt._save.request import PlainTree, PreparedSave, SaveRequest, require_on_done
 from jaxckpt._save.reuse import plan_reuse
 from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
-from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._save.shared_path import PublishResult, SharedPath
 from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import SavePlan
 from jaxckpt._sources.format_registry import saved_format

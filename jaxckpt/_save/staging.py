@@ -117,6 +117,8 @@ class StagedObject:
 
     def _own_pieces(self) -> Pieces:
         groups, self.groups = self.groups, []
+        start, stop = self.obj.box[0]
+        assert len(groups) == -(-(stop - start) // self.group_rows), "rows without data would be stored uninitialized"
         with jax.transfer_guard("allow"):
             pieces = [[(box, self._host(*piece).reshape(extent(box))) for box, *piece in group] for group in groups]
         return Pieces(self.obj.box, self.dtype, self.group_rows, pieces)
@@ -159,23 +161,22 @@ def stage(
     `whole_shards`, a shard may be copied to the host for several objects at once.
     """
     own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
-    cast = bool(draft.casts)
-    copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
+    memory = draft.staging_memory
+    copies = HostCopies(memory, _shards_in_objects(plan, draft, originals) if whole_shards else None)
     for obj in plan.objects:
         if not plan.exchanged[obj.stack]:
             values = [draft.values[leaf] for leaf in plan.leaves[obj.stack][slice(*obj.box[0])]]
             dtype = DTYPES[plan.stacks[obj.stack].dtype]
             if obj in originals:
-                late = functools.partial(
-                    _stage_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, HostCopies(), cast
-                )
+                sources = list(_by_row(obj, values))  # each attempt stages them again
+                late = functools.partial(_stage_pieces, obj, obj.box[1:], sources, 1, dtype, None, HostCopies(memory))
                 yield StagedObject(obj, dtype, 1, [], 0, late)
-            elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if cast else None):
+            elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if draft.casts else None):
                 stack_bytes -= obj.n_bytes if hold else 0
                 yield _stage_stacked(obj, values, dtype, "views" if hold else None, copies)
             else:
                 sources = _by_row(obj, values)
-                yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
+                yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies)
     if calls is None:
         return
     for number, index, _ in calls:
@@ -185,7 +186,7 @@ def stage(
             # These arrays belong only to jaxckpt but are replicated on every device, so data kept for later is copied.
             region, sources = whole_box(rows[0].shape), _by_row(obj, rows)
             dtype = DTYPES[plan.stacks[number].dtype]
-            yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, copies, cast)
+            yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, copies)
 
 
 def _exchange_rows(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.Array]:
@@ -238,18 +239,12 @@ def _stage_pieces(
     dtype: np.dtype[Any],
     hold: Protection,
     copies: HostCopies,
-    cast: bool = False,
 ) -> StagedObject:
-    """An object from one region of each source, which provides `group_rows` rows. With `cast`, sources may have other
-    dtypes than the object."""
+    """An object from one region of each source, which provides `group_rows` rows and is cast if necessary."""
 
     def handling(source: PlacedValue) -> tuple[PieceMode, LocalBoxes, Box]:
         value, local_boxes, source_box = source
-        return (
-            _piece_mode(value, hold, dtype if cast else value.dtype),
-            local_boxes,
-            source_box[len(source_box) - len(region) :],
-        )
+        return _piece_mode(value, hold, dtype), local_boxes, source_box[len(source_box) - len(region) :]
 
     groups: list[PieceGroup] = []
     sent: list[PieceGroup] = []
@@ -265,7 +260,7 @@ def _stage_pieces(
             for box, index, replicas in cuts:
                 if mode == "send":
                     key = (obj.stack, source_box[0][0], replicas[0]) if hold == "views" else None
-                    taken = copies.take(value, replicas, index, dtype if cast else value.dtype, key)
+                    taken = copies.take(value, replicas, index, dtype, key)
                 else:
                     taken = _take_piece(value, replicas[0], index, mode, dtype)
                 group.append(((*lead, *box), *taken))
@@ -550,15 +545,13 @@ class StagedAhead:
         *,
         max_objects: int | None,
         max_bytes: int | None,
-        when_staged: Callable[[], object],
         check: Callable[[], object],
     ) -> None:
-        """`when_staged` is called once all are staged; `check` before each, and raises to stop. None: no limit."""
+        """`check` is called before each, and raises to stop. None: no limit."""
         self._staged: Iterator[StagedObject] | None = staged
         self._phases = phases
         self._max_objects = max_objects
         self._budget = Budget(sys.maxsize if max_bytes is None else max_bytes)
-        self._when_staged = when_staged
         self._check = check
         self._ready = deque[StagedObject]()
         self._next: StagedObject | None = None
@@ -576,7 +569,6 @@ class StagedAhead:
                     self._next = next(self._staged, None)
                 if self._next is None:
                     self._staged = None
-                    self._when_staged()
                 elif self._budget.fits(self._next.copied_bytes):
                     self._budget.take(self._next.copied_bytes)
                     self.copied_bytes += self._next.copied_bytes

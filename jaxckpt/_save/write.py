@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxckpt._devices.interconnect import CollectiveCalls
@@ -25,7 +26,6 @@ from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._save.compose_manifest import WrittenShare
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.running_saves import RunningSave
@@ -41,9 +41,34 @@ _OBJECTS_AHEAD = 4
 """A save whose caller waits stages this many objects ahead of the one that is being written."""
 
 
+StoredObject = tuple[int, str, int, str, str]
+"""Stack, grid index, length, digest and content digest of an object. The last is empty if it was not computed."""
+
+
+class WrittenShare(msgspec.Struct, frozen=True):
+    """The files that one process has written."""
+
+    objects: list[StoredObject]
+
+    linked_bytes: int
+    """Bytes of the objects that are links to an earlier checkpoint."""
+
+    state: tuple[int, str] | None
+    """Length and digest of the file for its state."""
+
+    phase_seconds: dict[str, float]
+    """Seconds of each phase until the share was written."""
+
+    host: str
+    """Name of the process's host."""
+
+    unlinked: dict[str, int] = {}
+    """Bytes of the objects that seem unchanged but were written, by the reason."""
+
+
 @dataclass(slots=True)
 class OwnShare:
-    """The share of this process in a save that is carried out: stage it, write it, keep what a later save may reuse."""
+    """The share of this process in a save: stages it, writes it, and remembers what a later save may reuse."""
 
     save: PreparedSave
     running: RunningSave
@@ -80,22 +105,24 @@ class OwnShare:
             own = held.keep(own)
         elif held is not None:
             held.keep_nothing()
-
-        def release() -> None:
-            if in_background or held is None:
-                save.draft.values.clear()
-            self.running.is_staged = True
-            if in_background:
-                release_caller()
-
+        if with_others is not None:
+            own = with_others(own)
         return StagedAhead(
-            own if with_others is None else with_others(own),
+            self._releasing(own, frees_leaves=in_background or held is None),
             save.call.phases,
             max_objects=None if in_background else _OBJECTS_AHEAD,
             max_bytes=options.staging_bytes if in_background else options.host_bytes // 2,
-            when_staged=release,
             check=save.call.cancellation.check,
         )
+
+    def _releasing(self, staged: Generator[StagedObject], *, frees_leaves: bool) -> Generator[StagedObject]:
+        """The objects. After the last one, the leaves are not needed any more, and the caller is released."""
+        yield from staged
+        if frees_leaves:
+            self.save.draft.values.clear()
+        self.running.is_staged = True
+        if self.in_background:
+            release_caller()
 
     def write(self, data: str, ahead: StagedAhead) -> WrittenShare:
         """Write the objects as their data arrives, and the state, into a data folder. Returns what process 0 needs."""
@@ -153,10 +180,10 @@ class OwnShare:
             with self.save.call.phases.timed("device_to_host"):
                 _return_free_memory()
 
-    def keep(self, data: str) -> None:
-        """After the publication, keep the records of the objects for the next save."""
+    def remember(self, data: str) -> None:
+        """After the publication, remember the records of the objects for the next save."""
         if self.save.reuse.cache is not None:
-            self.save.reuse.keep(data, self.save.plan.stacks, self._written)
+            self.save.reuse.remember(data, self.save.plan.stacks, self._written)
 
 
 @dataclass(frozen=True, slots=True)

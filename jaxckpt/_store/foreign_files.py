@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._pipeline.workers import note_progress
@@ -37,6 +37,9 @@ class OpenFile(abc.ABC):
     """A file to read."""
 
     path: str
+
+    gap_bytes: ClassVar[int] = 4 << 20
+    """At most so many bytes that are not needed take no longer to read than another request."""
 
     @property
     @abc.abstractmethod
@@ -63,6 +66,8 @@ class OpenFile(abc.ABC):
 class _LocalFile(OpenFile):
     path: str
     handle: int
+
+    gap_bytes: ClassVar[int] = 512 << 10
 
     @property
     def size(self) -> int:
@@ -109,10 +114,10 @@ def opened(path: str) -> Generator[OpenFile]:
 
 def read_head(path: str, count: int) -> bytes:
     """The first bytes of a file; none if the path is not a file."""
-    if not is_visible_file(path):
-        return b""
-    with opened(path) as file:
-        return file.read(count, 0)
+    if is_visible_file(path):
+        with contextlib.suppress(DataError), opened(path) as file:  # deleted in the meantime
+            return file.read(count, 0)
+    return b""
 
 
 def read_small(path: str, limit: int) -> bytes:
@@ -159,9 +164,13 @@ def is_folder(path: str) -> bool:
 
 
 def _mode(path: str, *, follow_symlinks: bool = True) -> int:
-    """The mode of a path; 0 if it does not exist. Raises StorageError."""
-    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return (os.stat(path) if follow_symlinks else os.lstat(path)).st_mode
+    """The mode of a path; 0 if it does not exist, or links to itself. Raises StorageError."""
+    with translate_os_errors(f"cannot look at {path}"):
+        try:
+            return (os.stat(path) if follow_symlinks else os.lstat(path)).st_mode
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
     return 0
 
 
@@ -236,10 +245,13 @@ class Mark:
 
 
 def marked(path: str) -> Mark:
-    """The mark that a file is now. Raises StorageError if it is not the file that was read before."""
+    """The mark that a file is now. Raises DataError if it is missing, StorageError if it is not the file that was read
+    before."""
     files = _files_of(path)
     generation = _generations(files, [path])[0]
-    if generation is not None and (seen := _seen_files()) is not None:
+    if generation is None:
+        raise DataError(f"{path} is missing")
+    if (seen := _seen_files()) is not None:
         seen.require_unchanged(path, generation)
     return Mark(path, generation, files)
 
@@ -252,10 +264,9 @@ def require_unchanged(marks: Iterable[Mark]) -> None:
         by_files.setdefault(mark.files, []).append(mark)
     for files, group in by_files.items():
         for mark, generation in zip(group, _generations(files, [mark.path for mark in group]), strict=True):
-            if generation is None:
-                raise DataError(f"{mark.path} is missing")
-            if not _is_same(mark.generation, generation):
-                raise _replaced(mark.path)
+            if _is_same(mark.generation, generation):
+                continue
+            raise DataError(f"{mark.path} is missing") if generation is None else _replaced(mark.path)
 
 
 @contextlib.contextmanager
@@ -314,6 +325,15 @@ class SeenFiles:
         """Raise StorageError if a file is not the one that was read before."""
         if not _is_same(self._generations.setdefault(path, generation), generation):
             raise _replaced(path)
+
+    def look_at(self, paths: Sequence[str]) -> list[Mark]:
+        """The marks of local files, of which some may not exist. Raises StorageError if one is not as before."""
+        marks = [
+            Mark(path, generation, None) for path, generation in zip(paths, _generations(None, paths), strict=True)
+        ]
+        for mark in marks:
+            self.require_unchanged(mark.path, mark.generation)
+        return marks
 
 
 # In a bucket ----------------------------------------------------------------------------------------------

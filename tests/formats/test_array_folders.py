@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +19,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore as ts
 from jax.experimental.array_serialization import serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from recorded import require_same
 
 import jaxckpt
-from jaxckpt.errors import DataError, NotACheckpointError
+from jaxckpt._cli.listing import list_checkpoints
+from jaxckpt.errors import DataError, NotACheckpointError, StorageError, UnsupportedError
 
 W = np.arange(64, dtype=np.float32).reshape(8, 8)
 TREE = {
@@ -75,6 +83,77 @@ def test_groups_with_an_array_named_like_a_folder_of_chunks(version: int, tmp_pa
     for name in ("c", "a/c", "b/c/d", "w"):
         group.create_array(name, data=W)
     require_same(jaxckpt.load_numpy(tmp_path / "x"), {"a": {"c": W}, "b": {"c": {"d": W}}, "c": W, "w": W})
+
+
+def chunk_files(kind: str, path: Path) -> list[Path]:
+    """Write a group with the arrays "a" and "b" in chunks of 2 x 8, and "s" without dimensions. Returns the files of
+    the chunks of "a"."""
+    driver, _, separator = kind.partition(" ")
+    metadata: dict[str, Any] = {"dimension_separator": separator or "."}
+    if driver != "zarr":
+        encoding, configuration = ("v2" if "2" in kind else "default"), {"separator": separator[0]} if separator else {}
+        metadata = {"chunk_key_encoding": {"name": encoding, "configuration": configuration}}
+    for name in "abs":
+        shape, chunk = ((), ()) if name == "s" else ((8, 8), (2, 8))
+        metadata |= {
+            "shape": shape,
+            "dtype" if driver == "zarr" else "data_type": "<f4" if driver == "zarr" else "float32",
+        }
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
+        metadata |= {"chunks": chunk} if driver == "zarr" else {"chunk_grid": grid}
+        if "sharded" in kind:
+            inner = {"chunk_shape": [1] * len(shape), "codecs": [{"name": "bytes"}]}
+            metadata["codecs"] = [{"name": "sharding_indexed", "configuration": inner}]
+        spec = {"driver": driver, "kvstore": f"file://{path}/{name}/", "metadata": metadata, "create": True}
+        array = ts.open(spec).result()
+        array[...] = W[array.domain.index_exp] if shape else 7
+    files = (file for file in (path / "a").rglob("*") if file.is_file())
+    return sorted(file for file in files if file.name not in (".zarray", "zarr.json"))
+
+
+def rewrite(file: Path) -> None:
+    """Write the bytes of a file again, as programs do that do not replace files: the file and its size stay."""
+    content = file.read_bytes()
+    time.sleep(0.02)  # longer than a tick of the clock of files
+    with file.open("r+b") as opened:
+        opened.write(content)
+
+
+@pytest.mark.parametrize("kind", ["zarr", "zarr /", "zarr3", "zarr3 .", "zarr3 .2", "zarr3 /2", "zarr3 /sharded"])
+def test_a_chunk_that_is_rewritten(kind: str, tmp_path: Path) -> None:
+    first, *_, last = chunk_files(kind, tmp_path)
+    checkpoint = jaxckpt.open(tmp_path)
+    np.testing.assert_array_equal(checkpoint["a"][:2], W[:2])
+    rewrite(last)  # nothing of it was read
+    np.testing.assert_array_equal(checkpoint["a"][:], W)
+    assert checkpoint["s"][...] == 7
+    for file, name in ((first, "a"), (next(f for f in (tmp_path / "s").rglob("*") if f.name in ("0", "c")), "s")):
+        rewrite(file)
+        with pytest.raises(StorageError, match=f"{re.escape(str(file))} was replaced after it was opened"):
+            checkpoint[name][...]
+    np.testing.assert_array_equal(checkpoint["b"][:], W)
+    require_same(jaxckpt.load_numpy(tmp_path), {"a": W, "b": W, "s": np.array(7, np.float32)})
+
+
+def test_a_chunk_that_is_rewritten_while_others_are_read(tmp_path: Path) -> None:
+    metadata = {"shape": [2_000, 8], "chunks": [1, 8], "dtype": "<f4"}
+    spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/w/", "metadata": metadata, "create": True}
+    ts.open(spec).result()[:1_000] = 1  # the other chunks do not exist, and read as zeros
+    read = threading.Event()
+
+    def write() -> None:
+        while not read.is_set():
+            rewrite(tmp_path / "w" / "0.0")
+
+    with ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(write)
+        try:
+            with pytest.raises(StorageError, match=r"0\.0 was replaced after it was opened"):
+                [jaxckpt.load_numpy(tmp_path) for _ in range(20)]  # the first, unless it is very fast
+        finally:
+            read.set()
+        writing.result()
+    assert jaxckpt.load_numpy(tmp_path)["w"].sum() == 8_000
 
 
 def test_empty_groups(tmp_path: Path) -> None:
@@ -160,10 +239,66 @@ def test_other_folders_do_not_open_as_arrays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "metadata",
-    ["", "{", "[]", '{"shape": [-1]}', '{"shape": [9223372036854775807, 99], "chunks": [1, 1], "dtype": "<f4"}'],
+    ["", "{", "{}", "[]", '{"shape": [-1]}', '{"shape": [9223372036854775807, 99], "chunks": [1, 1], "dtype": "<f4"}'],
 )
 def test_damaged_metadata(metadata: str, tmp_path: Path) -> None:
     os.makedirs(tmp_path / "w")
     (tmp_path / "w" / ".zarray").write_text(metadata)
-    with pytest.raises(DataError):
+    with pytest.raises(DataError) as error:
         jaxckpt.load_numpy(tmp_path)
+    assert not isinstance(error.value, UnsupportedError)
+
+
+@pytest.mark.parametrize("attributes", [None, [], "text", {"jaxckpt": 3}, {"jaxckpt": {"dtype": []}}])
+def test_attributes_of_others(attributes: Any, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    zarr.open_group(tmp_path, mode="w").create_array("w", data=W)
+    file = tmp_path / "w" / "zarr.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attributes": attributes}))
+    if isinstance(attributes, dict):
+        require_same(jaxckpt.load_numpy(tmp_path), {"w": W})
+    else:
+        with pytest.raises(DataError, match="metadata of 'w' is damaged"):
+            jaxckpt.load_numpy(tmp_path)
+
+
+@contextlib.contextmanager
+def nested_folders(path: Path, depth: int) -> Iterator[None]:
+    """Folders in folders in a block. They are deleted at its end, because pytest cannot."""
+    with contextlib.chdir(path):
+        for _ in range(depth):
+            os.mkdir("d")
+            os.chdir("d")
+        deepest = os.open(".", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        with contextlib.chdir(path):
+            os.fchdir(deepest)
+            for _ in range(depth):
+                os.chdir("..")
+                os.rmdir("d")
+        os.close(deepest)
+
+
+def test_folders_in_folders(tmp_path: Path) -> None:
+    """Loops of symbolic links, and more folders than Python may nest calls."""
+    (tmp_path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    (tmp_path / "latest").symlink_to(".")
+    chunk_files("zarr", tmp_path / "w")
+    (tmp_path / "w" / "up").symlink_to("..")
+    wanted = {"w": {"a": W, "b": W, "s": np.array(7, np.float32)}}
+    with nested_folders(tmp_path, 1_500):
+        require_same(jaxckpt.load_numpy(tmp_path), wanted)
+        assert jaxckpt.verify(tmp_path).ok
+        (entry,) = list_checkpoints(str(tmp_path))
+        assert (entry.format, entry.leaves) == ("zarr", 3)
+        jaxckpt.convert(tmp_path, tmp_path / "x.npz")
+    require_same(jaxckpt.load_numpy(tmp_path / "x.npz"), wanted)
+
+
+def test_a_folder_that_contains_only_itself(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(".")
+    for read in (jaxckpt.open, jaxckpt.verify, lambda path: jaxckpt.convert(path, path / "x.npz")):
+        with pytest.raises(NotACheckpointError, match="it holds latest"):
+            read(tmp_path)

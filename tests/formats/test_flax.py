@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
 from flax import serialization
@@ -109,6 +110,26 @@ def test_a_sharded_flax_model(tmp_path: Path) -> None:
 def test_steps_of_a_flax_folder() -> None:
     assert jaxckpt.Run(EVERYDAY / "flax").steps() == [9, 100]
     assert jaxckpt.load_numpy(f"{EVERYDAY / 'flax'}@9")["step"] == 9
+
+
+def test_no_file_of_a_flax_folder_hides_the_newest_step(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(EVERYDAY / "flax", tmp_path / "run"))
+    (run / "notes_101").write_text("of something else")
+    newest = (run / "checkpoint_100").read_bytes()
+    for damaged in (b"", b"\0" + newest[1:], newest[:-1]):
+        (run / "checkpoint_100").write_bytes(damaged)
+        with pytest.raises(DataError, match="checkpoint_100"):
+            jaxckpt.load_numpy(run)
+        assert jaxckpt.load_numpy(f"{run}@9")["step"] == 9
+    (run / "checkpoint_100").write_bytes(newest)
+    with ocp.PyTreeCheckpointer() as checkpointer:  # as newer versions of Flax do
+        checkpointer.save(run / "checkpoint_101", {"step": np.array(101)})
+    with pytest.raises(
+        NotACheckpointError, match=r"is a folder, which Flax wrote through Orbax: open .*checkpoint_101"
+    ):
+        jaxckpt.open(run)
+    assert jaxckpt.Run(run).steps() == [9, 100, 101]
+    assert [jaxckpt.load_numpy(f"{run}@{name}")["step"] for name in ("9", "100", "101", "latest")] == [9, 100, 101, 101]
 
 
 def test_a_lost_aggregate_file_is_reported(tmp_path: Path) -> None:

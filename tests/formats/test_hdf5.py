@@ -6,6 +6,7 @@ import builtins
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from recorded import DATA, require_same
@@ -92,3 +93,16 @@ def test_without_h5py_the_error_names_it(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(InputError, match="pip install h5py"):
         jaxckpt.open(path)
+
+
+def test_a_text_with_a_damaged_length_is_not_read(tmp_path: Path) -> None:
+    """HDF5 would allocate that many bytes, up to 4 GiB."""
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file["w"] = W.astype(ml_dtypes.bfloat16)
+        file["w"].attrs["dtype"] = "bfloat16"  # as Keras does
+    content = path.read_bytes()
+    length = (8).to_bytes(4, "little") + content.index(b"GCOL").to_bytes(8, "little")
+    assert content.count(length) == 1
+    path.write_bytes(content.replace(length, b"\xff\xff\xff\xff" + length[4:]))
+    np.testing.assert_array_equal(jaxckpt.load_numpy(path)["w"], W.astype(ml_dtypes.bfloat16))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
 import pickle
 import random
@@ -14,12 +17,14 @@ from typing import Any
 import flax.serialization
 import mounts
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 from recorded import DATA, REAL, require_same, wanted
 
 import jaxckpt
 from jaxckpt import JaxckptError
+from jaxckpt._cli.listing import list_checkpoints
 from jaxckpt.errors import DataError, NotACheckpointError, StorageError
 
 pytest.importorskip("h5py")  # here, because its import starts a process
@@ -88,6 +93,20 @@ def test_truncated_and_altered_files_raise_only_our_errors(name: str, tmp_path: 
     assert os.path.exists(copy)
 
 
+# Damage at each place -------------------------------------------------------------------------------------
+
+
+def _orbax(path: Path, tree: dict[str, Any], *, ocdbt: bool) -> None:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+
+
+def _zarr(path: Path, tree: dict[str, Any], *, version: Any) -> None:
+    group = pytest.importorskip("zarr").open_group(path, mode="w", zarr_format=version)
+    for name, array in tree.items():
+        group.create_array(name, data=array)
+
+
 def _pickled(path: Path, tree: dict[str, Any]) -> None:
     path.write_bytes(pickle.dumps(tree))
 
@@ -112,6 +131,98 @@ WRITERS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
     "x.h5": _hdf5,
     "x.pt": _torch,
 }
+
+
+FOLDER_WRITERS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
+    "orbax": functools.partial(_orbax, ocdbt=False),
+    "ocdbt": functools.partial(_orbax, ocdbt=True),
+    "zarr2": functools.partial(_zarr, version=2),
+    "zarr3": functools.partial(_zarr, version=3),
+}
+EVERY = [*REAL, *WRITERS, *FOLDER_WRITERS]
+
+
+def put(name: str, path: Path) -> Path:
+    """A small checkpoint of another library at a path."""
+    path.parent.mkdir(exist_ok=True)
+    if name in REAL:
+        return copied(name, path)
+    writer = (WRITERS | FOLDER_WRITERS)[name]
+    writer(path, {"a": np.arange(64, dtype=np.float32), "b": np.arange(6).reshape(2, 3)})
+    return path
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # Orbax raises various warnings
+@pytest.mark.parametrize("name", EVERY)
+def test_files_truncated_at_every_64th_byte(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Only folders have files that can be spared. The messages of MindSpore's files have no end mark."""
+    path = put(name, tmp_path / Path(name).name)
+    whole = jaxckpt.load_numpy(path)
+    for file in sorted(file for file in [path, *path.rglob("*")] if file.is_file()):
+        content = file.read_bytes()
+        cuts = range(0, len(content), 64)
+        for count in cuts if request.config.getoption("campaign") else cuts[:: max(1, len(cuts) // 16)]:
+            file.write_bytes(content[:count])
+            try:
+                found = jaxckpt.load_numpy(path)
+            except JaxckptError:
+                continue
+            assert path.is_dir() or name == "mindspore/dtypes.ckpt", count
+            if path.is_dir():
+                np.testing.assert_equal(found, whole)
+        file.write_bytes(content)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EVERY)
+def test_a_checkpoint_that_vanishes_while_it_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Before each system call in turn."""
+    source, path = put(name, tmp_path / "kept" / Path(name).name), tmp_path / Path(name).name
+    whole, calls = jaxckpt.load_numpy(source), itertools.count()
+    system = {name: getattr(os, name) for name in ("open", "pread", "preadv", "stat", "lstat", "listdir")}
+
+    def call(name: str, last: int, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == last:
+            path.rename(tmp_path / "gone")
+        return system[name](*arguments, **options)
+
+    for last in range(0, 10_000, 1 if request.config.getoption("campaign") else 3):
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
+        calls = itertools.count()
+        with monkeypatch.context() as patch:
+            for each in system:
+                patch.setattr(os, each, functools.partial(call, each, last))
+            with contextlib.suppress(JaxckptError):
+                np.testing.assert_equal(jaxckpt.load_numpy(path), whole)
+        if path.exists():
+            break
+        gone = tmp_path / "gone"
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    assert path.exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_symbolic_links_that_form_loops(tmp_path: Path) -> None:
+    root = tmp_path / "root"  # `up` leads to a folder without anything else
+    root.mkdir()
+    for name in FOLDER_WRITERS:
+        put(name, root / name)
+    for folder in (root, *(root / name for name in FOLDER_WRITERS)):
+        for link, target in {"latest": ".", "up": "..", "itself": "itself", "one": "other", "other": "one"}.items():
+            (folder / link).symlink_to(target)
+    for name in FOLDER_WRITERS:
+        assert set(jaxckpt.open(root / name).leaves) == {"a", "b"}
+        assert jaxckpt.verify(root / name).ok
+        jaxckpt.convert(root / name, root / "ours", overwrite=True)
+        assert jaxckpt.diff(root / name, root / "ours").identical
+        assert [entry.format for entry in list_checkpoints(str(root / name))] == [jaxckpt.open(root / name).format]
+    found = {entry.name: entry.status for entry in list_checkpoints(str(root))}
+    assert {name for name, status in found.items() if status == "ok"} == {*FOLDER_WRITERS, "ours"}
+    assert {name for name, status in found.items() if status == "unreadable"} == {"itself", "one", "other"}
 
 
 @pytest.mark.child

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
@@ -15,6 +16,7 @@ from jaxckpt._formats import shards
 from jaxckpt._formats.shards import FileData, from_ranks, require_cover, tiled
 from jaxckpt._model.grid import Box, extent, slices_within
 from jaxckpt._sources.foreign import ForeignArray, InMemoryData, Tiled
+from jaxckpt._store import foreign_files
 from jaxckpt.errors import DataError, SpecError
 
 
@@ -28,9 +30,9 @@ def strided(draw: st.DrawFn) -> tuple[np.ndarray, tuple[int, ...], Box, int]:
     return view, tuple(s // 4 for s in view.strides), box, draw(st.sampled_from([1, 16, 200, 1 << 20]))
 
 
-@given(strided(), st.integers(0, 9), st.booleans())
+@given(strided(), st.integers(0, 9), st.booleans(), st.sampled_from([0, 8, 1 << 20]))
 @settings(max_examples=300)
-def test_a_box_of_a_strided_array_is_read(tmp_path_factory, case, offset: int, fortran: bool) -> None:
+def test_a_box_of_a_strided_array_is_read(tmp_path_factory, case, offset: int, fortran: bool, gap: int) -> None:
     view, strides, box, span = case
     path = tmp_path_factory.getbasetemp() / "strided"
     base = view
@@ -40,8 +42,20 @@ def test_a_box_of_a_strided_array_is_read(tmp_path_factory, case, offset: int, f
     target = np.full(extent(box), -1, "<i4", order="F" if fortran else "C")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SPAN_BYTES", span)
+        patch.setattr(foreign_files._LocalFile, "gap_bytes", gap)
         FileData(str(path), offset, "int32", view.shape, strides).read(box, target)
     np.testing.assert_array_equal(target, view[tuple(slice(*side) for side in box)])
+
+
+@pytest.mark.parametrize(("half_kib", "ratio"), [(2048, 1), (1024, 1), (768, 1), (256, 1.9)])
+def test_halves_of_small_experts(half_kib: int, ratio: float, tmp_path: Path, bytes_read: Callable[[], int]) -> None:
+    """Short gaps are read, because another call takes longer."""
+    experts = np.arange(8 * 2 * half_kib * 256, dtype="<i4").reshape(8, 2, half_kib, 256)
+    experts.tofile(tmp_path / "x")
+    gates = np.empty((8, 1, half_kib, 256), "<i4")
+    FileData(str(tmp_path / "x"), 0, "int32", experts.shape).read(((0, 8), (0, 1), (0, half_kib), (0, 256)), gates)
+    np.testing.assert_array_equal(gates, experts[:, :1])
+    assert bytes_read() <= ratio * gates.nbytes
 
 
 def test_a_truncated_or_missing_file_is_reported(tmp_path: Path) -> None:

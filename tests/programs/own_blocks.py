@@ -7,13 +7,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._devices import device_to_host
-from jaxckpt._restore import batched_placement, placement, wants
+from jaxckpt._restore import placement, wants
 from jaxckpt._save import staging
 
 # CPU devices simulate devices with their own memory.
 staging.is_in_host_memory = lambda value: False
-batched_placement.has_own_memory = lambda sharding: True
-batched_placement.BLOCK_PIECES = 128
+wants.has_own_memory = lambda sharding: True
+wants.BLOCK_PIECES = 128
 wants.can_keep_buffers = lambda abstract: abstract.kind not in ("jax", "key")
 
 calls: list[str] = []

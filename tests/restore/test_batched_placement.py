@@ -16,7 +16,7 @@ from strategies import bits
 import jaxckpt
 from jaxckpt._devices import device_to_host
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._restore import batched_placement, placement, wants
+from jaxckpt._restore import placement, wants
 from jaxckpt._save import staging
 
 LEAVES = 150
@@ -26,7 +26,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 @pytest.fixture(autouse=True)
 def few_leaves_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of as few leaves as these trees have."""
-    monkeypatch.setattr(batched_placement, "BLOCK_PIECES", 128)
+    monkeypatch.setattr(wants, "BLOCK_PIECES", 128)
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = {"to_host": 0, "to_devices": 0}
     to_host, place_rows, put = device_to_host.start_copies, placement.place_rows, jax.device_put
 
-    def counted_to_host(arrays: list[Any]) -> list[Any]:
+    def counted_to_host(arrays: list[Any], memory: Any) -> list[Any]:
         counts["to_host"] += len(arrays)
-        return to_host(arrays)
+        return to_host(arrays, memory)
 
     def counted_place_rows(*given: Any) -> Any:
         def counted_put(hosts: Any, *rest: Any) -> Any:
@@ -50,7 +50,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
     monkeypatch.setattr(device_to_host, "start_copies", counted_to_host)
-    monkeypatch.setattr(batched_placement, "has_own_memory", lambda sharding: True)
+    monkeypatch.setattr(wants, "has_own_memory", lambda sharding: True)
     monkeypatch.setattr(wants, "can_keep_buffers", lambda abstract: abstract.kind not in ("jax", "key"))
     monkeypatch.setattr(placement, "place_rows", counted_place_rows)
     return counts
@@ -180,10 +180,10 @@ def test_cpu_devices_take_blocks_of_thousands_of_leaves(
     monkeypatch.setattr(placement, "place_rows", lambda *given: found.append(given[-1]) or place_rows(*given))
     hosts = [bits(DTYPES[name], (8, 6), number) for number in range(LEAVES)]
     for enough in (LEAVES + 1, LEAVES):
-        monkeypatch.setattr(batched_placement, "CPU_BLOCK_LEAVES", enough)
+        monkeypatch.setattr(wants, "CPU_BLOCK_LEAVES", enough)
         there_and_back(hosts, sharding, tmp_path / f"c{enough}")
         # A replicated leaf is placed without one copy per device.
-        assert found == ([] if enough > LEAVES or where == "replicated" else [batched_placement.CPU_BLOCK_ROWS])
+        assert found == ([] if enough > LEAVES or where == "replicated" else [wants.CPU_BLOCK_ROWS])
 
 
 def test_cpu_devices_take_leaves_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PASSED, PROGRAMS, RunProcesses
 
 import jaxckpt
-from jaxckpt._arguments import leaf_types
+from jaxckpt._arguments import pytree
 
 
 class Loader:
@@ -64,11 +64,10 @@ class Money:
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
     """Restores the registry after each test."""
-    types, names = dict(leaf_types._TYPES), dict(leaf_types._NAMES)
+    types = dict(pytree._TYPES)
     yield
-    for kept, known in ((types, leaf_types._TYPES), (names, leaf_types._NAMES)):
-        known.clear()
-        known.update(kept)
+    pytree._TYPES.clear()
+    pytree._TYPES.update(types)
 
 
 @pytest.fixture
@@ -414,8 +413,7 @@ def test_registered_values_come_back_with_and_without_a_target(tmp_path: Path) -
         assert type(restored["colors"][0]) is Color
     with pytest.raises(jaxckpt.MismatchError, match=r"'rate' is the state of a decimal\.Decimal"):
         jaxckpt.restore(tmp_path / "ckpt", {**target, "rate": moment})
-    leaf_types._TYPES.clear()
-    leaf_types._NAMES.clear()
+    pytree._TYPES.clear()
     plain = {"rate": "0.10", "colors": ["BLUE", "RED"], "at": moment.isoformat(), "n": 1}
     assert jaxckpt.restore(tmp_path / "ckpt") == plain, "unregistered types are not created"
 

@@ -968,7 +968,7 @@ def test_sizes_in_bytes_are_whole_numbers(name: str, size: Any) -> None:
         {"timeout_seconds": "30"}, {"timeout_seconds": True}, {"timeout_seconds": float("nan")},
         {"timeout_seconds": -1}, {"timeout_seconds": None}, {"sync": "no"}, {"sync": 0},
         {"sync": None}, {"cast": True}, {"when_busy": None}, {"compression": ["zstd"]}, {"indivisible": 1},
-        {"storage": [("a", 1)]}, {"progress": "yes"}, {"progress": 1},
+        {"staging_memory": "pinned_host"}, {"storage": [("a", 1)]}, {"progress": "yes"}, {"progress": 1},
     ],
     ids=str,
 )  # fmt: skip
@@ -1624,7 +1624,8 @@ def test_the_default_order_of_a_device_may_be_given(
     layout = pytest.importorskip("jax.experimental.layout")
     if not hasattr(layout, "Layout"):
         pytest.skip("jax before 0.7 has another name for it")
-    monkeypatch.setattr(memory_order, "_usual_order_and_tiling", lambda *_: default)
+    monkeypatch.setattr(memory_order, "_default_layout", lambda *_: layout.Layout(*default))
+    monkeypatch.setattr(memory_order, "_is_default", memory_order._is_default.__wrapped__)  # without its cache
     wanted = layout.Format(layout.Layout(order, tiling), NamedSharding(mesh, P("data")))
     for target in (wanted, jax.ShapeDtypeStruct((8, 8), "float32", sharding=wanted)):
         if order == default[0] and tiling in (None, default[1]):

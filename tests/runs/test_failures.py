@@ -11,12 +11,15 @@ from collections.abc import Generator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import servers
 from servers import Bucket
 
 import jaxckpt
+from jaxckpt._save import staging
+from jaxckpt._store import files
 from jaxckpt.errors import InputError, StorageError
 
 
@@ -116,3 +119,28 @@ def test_another_attempt_is_logged_with_the_time_of_the_last_one(
         assert checkpoints.steps() == [1]
     assert pending.progress.done_bytes == pending.progress.total_bytes == 8 * (9 + 9999), "of the last attempt"
     assert "attempt 1 of 12, and is tried again in 0.1 s, the last time in 162 s: " in caplog.text
+
+
+@pytest.mark.one_device
+def test_another_attempt_writes_an_object_that_can_no_longer_be_linked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data is staged only when the link has failed, in each attempt."""
+    monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)  # where identity proves that data is equal
+    tree = {"w": jnp.arange(9999.0), "v": jnp.arange(9999)}
+    with jaxckpt.Checkpointer(tmp_path, on_failure="retry", options=jaxckpt.Options(sync=False)) as checkpoints:
+        checkpoints.save(1, tree)
+        checkpoints.wait()
+        link = files._link
+        monkeypatch.setattr(
+            files, "_link", lambda old, *new: link(f"{old} that was deleted" if "/c/" in old else old, *new)
+        )
+        with full_disk():
+            checkpoints.save(2, tree)
+            until = time.monotonic() + 20
+            while "attempt 1 of 12" not in caplog.text and time.monotonic() < until:
+                time.sleep(0.01)
+        checkpoints.wait()
+        assert "attempt 1 of 12" in caplog.text
+        restored = checkpoints.restore(2)
+    jax.tree.map(np.testing.assert_array_equal, restored, tree)

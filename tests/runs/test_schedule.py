@@ -18,7 +18,7 @@ import pytest
 from processes import PROGRAMS, RunProcesses
 
 import jaxckpt
-from jaxckpt._runs.schedule import SaveSchedule
+from jaxckpt._runs.saving import SaveSchedule
 
 FAST = jaxckpt.Options(sync=False)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jaxckpt._devices import device_to_host, shardings
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._save import staging
 from jaxckpt._save.staging import StagedAhead
+from jaxckpt.errors import InputError
 
 Save = Callable[..., Any]
 
@@ -45,7 +47,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
     arrays: list[jax.Array] = []
     start = device_to_host.start_copies
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
-    monkeypatch.setattr(device_to_host, "start_copies", lambda given: arrays.extend(given) or start(given))
+    monkeypatch.setattr(
+        device_to_host, "start_copies", lambda given, memory: arrays.extend(given) or start(given, memory)
+    )
     return arrays
 
 
@@ -160,16 +164,17 @@ def test_copied_shards_are_safe_from_donation(tmp_path: Path, gate: threading.Ev
 
 
 @pytest.mark.one_device
-def test_deleted_arrays_without_pinned_memory(
+def test_deleted_arrays_with_pageable_memory(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without "pinned_host", a host copy belongs to the array, and is lost with it."""
-    monkeypatch.setattr(device_to_host, "pinned_memory", lambda sharding: None)
-    for options in (OPTIONS, LIMITED):
+    """In pageable memory, a host copy belongs to the array, and is lost with it."""
+    for options in (dataclasses.replace(each, staging_memory="pageable") for each in (OPTIONS, LIMITED)):
         tree = {"x": numbers((64, 128)), "y": numbers((16, 16)), "many": numbers((2, 2))}
         wanted = {name: np.array(leaf) for name, leaf in tree.items()}
         gate.clear()
-        pending = jaxckpt.save_async(tmp_path / "c", tree, overwrite=True, options=options)
+        with monkeypatch.context() as inside:
+            inside.setattr(jax, "device_put", lambda *given, **how: pytest.fail("uses pinned memory"))
+            pending = jaxckpt.save_async(tmp_path / "c", tree, overwrite=True, options=options)
         for leaf in tree.values():
             leaf.delete()
         gate.set()
@@ -177,29 +182,62 @@ def test_deleted_arrays_without_pinned_memory(
         require_equal(tmp_path / "c", wanted)
 
 
-class _Device:
-    """A device that has pinned memory."""
+@dataclasses.dataclass(frozen=True)
+class _Sharding:
+    """An array on one device."""
 
-    def __init__(self, platform: str) -> None:
-        self.platform = platform
+    platform: str
+    kinds: tuple[str, ...] = ("device", "pinned_host", "unpinned_host")
+
+    @property
+    def device_set(self) -> frozenset[Any]:
+        return frozenset([self])
 
     def addressable_memories(self) -> list[Any]:
-        return jax.devices()[0].addressable_memories()
+        return [mock.Mock(kind=kind) for kind in self.kinds]
 
 
-@pytest.mark.parametrize(("platform", "is_pinned"), [("gpu", True), ("tpu", False)])
-def test_pinned_memory_is_not_used_on_tpus(platform: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sharding:
-        device_set = frozenset([_Device(platform)])
-
+@pytest.mark.parametrize("memory", ["auto", "pinned", "pageable"])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_only_tpus_do_not_use_pinned_memory_by_default(platform: str, memory: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(shardings, "SingleDeviceSharding", lambda device, memory_kind: memory_kind)
-    assert (shardings.pinned_memory(Sharding()) == "pinned_host") == is_pinned  # pyright: ignore[reportArgumentType]
+    own: Any = _Sharding(platform)
+    used = {"auto": None if platform == "tpu" else "pinned_host", "pinned": "pinned_host", "pageable": None}
+    assert shardings.pinned_memory(own, memory) == used[memory]
 
 
-def test_a_copy_to_pageable_memory_is_not_kept_by_the_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_to_host, "pinned_memory", lambda sharding: None)
+def test_a_device_without_pinned_memory() -> None:
+    own: Any = _Sharding("other", ("device",))
+    assert shardings.pinned_memory(own, "auto") is None
+    with pytest.raises(InputError, match=r'staging_memory is "pinned", but .* no memory of kind "pinned_host", only'):
+        shardings.pinned_memory(own, "pinned")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_that_lacks_pinned_memory_publishes_nothing(
+    in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(memory: Any) -> None:
+        options = dataclasses.replace(OPTIONS, staging_memory=memory)
+        if in_background:
+            jaxckpt.save_async(tmp_path / "c", {"x": x}, options=options).wait()
+        else:
+            jaxckpt.save(tmp_path / "c", {"x": x}, options=options)
+
+    x, pinned_memory = numbers((64, 128)), shardings.pinned_memory
+    monkeypatch.setattr(
+        device_to_host, "pinned_memory", lambda sharding, memory: pinned_memory(_Sharding("other", ("device",)), memory)
+    )
+    with pytest.raises(InputError, match='pass "auto" or "pageable"'):
+        save("pinned")
+    assert not (tmp_path / "c" / "manifest.json").exists()
+    save("pageable")
+    require_equal(tmp_path / "c", {"x": np.asarray(x)})
+
+
+def test_a_copy_to_pageable_memory_is_not_kept_by_the_array() -> None:
     array = jax.device_put(np.arange(64).astype(jnp.int4), jax.devices()[0])  # NumPy needs a copy, as of other devices
-    (copy,) = device_to_host.start_copies([array])
+    (copy,) = device_to_host.start_copies([array], "pageable")
     kept = np.asarray(array)
     assert np.shares_memory(kept, np.asarray(array)), "JAX keeps the copy of an array"
     assert not np.shares_memory(kept, copy)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import IO, Any
 
 PRELOADED = ("jax.experimental.multihost_utils", "jaxckpt", "numpy.testing", "optax", "flax.nnx", "grain")
-READ_AT_START = ("JAX", "LD_", "MALLOC_", "PYTHON")
-"""Prefixes of environment variables that are read when Python starts or JAX is imported."""
+READ_AT_START = ("JAX", "LD_", "LOCAL_WORLD_", "MALLOC_", "PYTHON", "SLURM_STEP_")
+"""Prefixes of environment variables that are read when Python starts, or JAX or jaxckpt is imported."""
 
 _LARGEST_REQUEST = 200_000
 _WORD = 8  # size of each number in the pipe that reports a process id, then an exit status

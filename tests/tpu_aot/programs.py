@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt._devices import device_to_host, interconnect
-from jaxckpt._restore import batched_placement, placement
+from jaxckpt._restore import placement, wants
 from jaxckpt._save import staging
 
 MESHES = {"v5e:2x4": (2, 4), "v5e:16x16": (16, 16)}
@@ -124,8 +124,8 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
             staging._stack(along, np.dtype(dtype)),
             [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS],
         )
-        block = abstract((batched_placement.BLOCK_ROWS, *SMALL), interconnect.transfer_dtype(np.dtype(dtype)), along)
-        yield "split", name, batched_placement.splitter(split, np.dtype(dtype), batched_placement.BLOCK_ROWS), [block]
+        block = abstract((wants.BLOCK_ROWS, *SMALL), interconnect.transfer_dtype(np.dtype(dtype)), along)
+        yield "split", name, placement.splitter(split, np.dtype(dtype), wants.BLOCK_ROWS), [block]
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         # Staging calls jax.device_put, which usually copies without a program. This is the program of the other cases.
         copy = jax.jit(lambda x: x, out_shardings=pinned)

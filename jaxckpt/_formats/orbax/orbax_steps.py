@@ -124,7 +124,7 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
         metadata |= {} if custom is None else {"custom_metadata": custom}
         manifest = msgspec.structs.replace(ours.manifest, metadata=metadata or None, step=step_record(metadata))
         return replace(ours, manifest=manifest)
-    tree, of_tree = _read_item(path) if kind == "item" else _open_step(path)
+    tree, of_tree = _required_item(path, "an item") if kind == "item" else _open_step(path)
     return compose(path, tree, "orbax", metadata=_as_json(metadata | of_tree) or None)
 
 

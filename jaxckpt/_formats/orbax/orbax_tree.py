@@ -1,4 +1,7 @@
-"""The tree of an item: its containers, and its leaves, which are values or arrays that are read later."""
+"""The tree of an item: its containers, and its leaves, which are values or arrays that are read later.
+
+It is long because Orbax has recorded trees in several ways, which share their leaves.
+"""
 
 from __future__ import annotations
 

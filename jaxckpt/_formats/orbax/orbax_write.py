@@ -1,6 +1,8 @@
 """Writes checkpoints that Orbax reads: the folder of a tree, see `orbax_records`, with a Zarr v3 array for each leaf.
 
 Each array is written chunk by chunk, with a crc32c. Orbax itself does not write checksums, but its readers check them.
+
+It is long because it writes the folders of both versions of Orbax.
 """
 
 from __future__ import annotations
