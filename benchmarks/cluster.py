@@ -230,7 +230,7 @@ def fetched(job: Job, stacks: Sequence[Stack], reads: Iterable[tuple[int, Sequen
         for box in itertools.chain.from_iterable(boxes):
             for index, part, _ in indexed_objects_of(stack, box):
                 if index not in objects:  # one request for the index and one per chunk, as if none were merged
-                    chunks = math.prod(stop - start for start, stop in touched_cells(part, stack.chunk))
+                    chunks = math.prod(stop - start for start, stop in touched_cells(part, stack.chunk_sides))
                     requests += 1 + chunks
                     n_bytes += chunks * stack.chunk_stored_bytes
     return requests, n_bytes

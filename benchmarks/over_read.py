@@ -137,7 +137,7 @@ def main() -> None:
         found: dict[str, dict[str, float]] = {}
         for leaf in LEAVES:
             plan = saved(leaf, processes)
-            table.add_column(f"{leaf.title}\nchunk {list(plan.stacks[0].chunk[1:])}", justify="right")
+            table.add_column(f"{leaf.title}\nchunk {list(plan.stacks[0].chunk_sides[1:])}", justify="right")
             for reader, wanted in readers(leaf).items():
                 found.setdefault(reader, {})[leaf.title] = max(over_read(plan, boxes) for boxes in wanted)
         for reader, ratios in found.items():

@@ -609,7 +609,9 @@ def _describe_storage(saved: TypedLeaf) -> Any:
     """Orbax's description of how the array of a leaf is stored: the shapes of its chunks and, for a jax.Array, of its
     objects."""
     stack = saved.stack
-    return StorageMetadata(chunk_shape=stack.chunk[1:], write_shape=stack.object[1:] if saved.on_devices else None)
+    return StorageMetadata(
+        chunk_shape=stack.chunk_sides[1:], write_shape=stack.object_sides[1:] if saved.on_devices else None
+    )
 
 
 def _describe_sharding(saved: TypedLeaf) -> Any:

@@ -35,8 +35,8 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import LayoutRecord, MeshRecord
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options, require_bool
-from jaxckpt._pipeline.lanes import log, run_watched
-from jaxckpt._pipeline.progress import Report, display_progress
+from jaxckpt._pipeline.lanes import run_watched
+from jaxckpt._pipeline.progress import Report, display_progress, log
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._run_folder.steps import step_name

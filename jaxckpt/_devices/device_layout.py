@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental.layout import Format, Layout
 
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt.errors import show_count, show_path
 
 

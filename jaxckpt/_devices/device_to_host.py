@@ -113,7 +113,7 @@ class HostCopies:
             if isinstance(copy, jax.Array) and (temporary or id(array) in self._cut):
                 (device,) = array.sharding.device_set
                 budget = self._budgets.setdefault(device, Budget(DEVICE_BYTES))
-                budget.lend(_Copy(weakref.ref(copy), copy.nbytes))
+                budget.take_until_done(_Copy(weakref.ref(copy), copy.nbytes))
                 budget.make_room(0)
         self._cut.clear()
         return copies

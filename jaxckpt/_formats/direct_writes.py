@@ -222,7 +222,7 @@ def _fits(parts: Sequence[tuple[UnwrittenRow, _Part]], plan: SavePlan) -> bool:
         return True
     for row, part in parts:
         stack, _ = stacks[row.stack]
-        box = tuple((0, min(pair)) for pair in zip(stack.object[1:], stack.shape, strict=True))
+        box = tuple((0, min(pair)) for pair in zip(stack.object_sides[1:], stack.shape, strict=True))
         zeros = np.broadcast_to(np.zeros((), DTYPES[stack.dtype]), extent(box))
         for _, values in part.source.parts_from(part.index, box, zeros):
             n_outer, n_bytes = part.run_of(values.shape)

@@ -298,7 +298,7 @@ def _units(pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options) -
                 yield (path, None), size
                 continue
             stack, itemsize = leaf.stack, size // math.prod(leaf.stored_shape)
-            grids = (stack.object[1:], stack.chunk[1:])
+            grids = (stack.object_sides[1:], stack.chunk_sides[1:])
             for box in cut_to_size(whole_box(leaf.stored_shape), grids, max(1, most // itemsize)):
                 yield (path, box), volume(box) * itemsize
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options
-from jaxckpt._pipeline.lanes import log
+from jaxckpt._pipeline.progress import log
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._sources.foreign import ForeignCheckpoint

@@ -367,7 +367,7 @@ def _check_leaf(source: ForeignCheckpoint, number: int, options: Options, meter:
     number_of_stack, row = manifest.stack_and_row(leaf)
     stack = manifest.decoded_stacks[number_of_stack]
     fits = max(1, max_read_bytes(options.host_bytes) // stack.itemsize)
-    for box in cut_to_size(whole_box(stack.shape), (stack.chunk[1:],), fits):
+    for box in cut_to_size(whole_box(stack.shape), (stack.chunk_sides[1:],), fits):
         try:
             read_box(source, number, box, options)
         except (DataError, StorageError, MismatchError) as error:  # the last one of an average

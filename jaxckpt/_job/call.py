@@ -1,7 +1,7 @@
 """A call that every process of the job makes, in the same order, with everything that it carries along.
 
 with Call.of("save", path, options) as call:
-    plan = call.here(prepare)       # in the caller's thread: with the caller's objects
+    draft = call.here(describe)     # in the caller's thread: with the caller's objects
     result = call.run(work)         # in a lane: with storage, devices and other processes
 """
 
@@ -12,10 +12,9 @@ import functools
 import json
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 
@@ -26,7 +25,7 @@ from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.control import Cancellation, Phases
 from jaxckpt._pipeline.threads import Task
 from jaxckpt._pipeline.watchdog import Watchdog, under
-from jaxckpt.errors import InputError, PeerFailedError
+from jaxckpt.errors import InputError
 
 T = TypeVar("T")
 
@@ -206,7 +205,9 @@ class Call:
 
     def rendezvous(self, what: str, *, after_caller: bool = False) -> Rendezvous:
         """The next rendezvous, in a lane. `what` names the activity in messages ("saving"). With `after_caller`, the
-        processes did a part of the call in the caller's thread before, where they send no heartbeats."""
+        processes did a part of the call in the caller's thread before, where they send no heartbeats.
+
+        In a job of one process, its methods return what they are given."""
         if self.count > 1 and self.n_rendezvous:  # process 0 deletes its keys when all have reached the next one
             self.departures.forget(f"{self.prefix}/{self.n_rendezvous}")
         self.n_rendezvous += 1
@@ -233,44 +234,3 @@ def _with_settings(enable_x64: bool, default_device: Any, work: Callable[[], T])
         jax.transfer_guard("allow"),  # the caller has asked for these transfers
     ):
         return work()
-
-
-# Calls with collectives -----------------------------------------------------------------------------------
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-class CollectiveCalls(Generic[Item, Result]):
-    """One call for each item. The other processes would wait forever in a call that this process does not make.
-
-        with CollectiveCalls(items, call) as calls:
-            for item in calls:
-                result = calls.run_next(given)  # call(item, given)
-
-    If the block raises, the remaining calls are made. In a lane, where no interrupt can end a call.
-    """
-
-    def __init__(self, items: Iterable[Item], call: Callable[[Item, Any], Result]) -> None:
-        """`call` gets an item, and what `run_next` is given; None if only the other processes need the call."""
-        self._left = deque(items)
-        self._call = call
-
-    def __iter__(self) -> Iterator[Item]:
-        """The item of each next call, which the caller makes with `run_next`."""
-        while self._left:
-            yield self._left[0]
-
-    def run_next(self, data: Any = None) -> Result:
-        """Make the next call."""
-        return self._call(self._left.popleft(), data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # If another process has failed, no call can succeed, and no process waits in one.
-        if error is not None and not isinstance(error, PeerFailedError):
-            with contextlib.suppress(Exception):  # it must not hide the reason
-                while self._left:
-                    self.run_next()

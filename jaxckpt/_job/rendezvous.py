@@ -6,6 +6,8 @@
             decision = decide(texts)
         decision = rendezvous.broadcast(decision)   # every process gets the decision of process 0
 
+In a job of one process, nothing is sent: each method returns what it is given.
+
 If one process raises inside the block, all raise, and the message names that process. The message also names a process
 that does not respond for `timeout_seconds`. During a rendezvous each process sends heartbeats, so a slow process counts
 as responding. A process that joins and then stops counts as dead after one minute, before JAX itself ends the job.
@@ -38,8 +40,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from jaxckpt._pipeline import lanes
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.progress import Moved
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.threads import Task, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt.errors import (
@@ -156,7 +158,7 @@ class Rendezvous:
 
     def __enter__(self) -> Self:
         if self.call.count > 1:
-            assert lanes.is_in_lane(), f"{self.what}: an interrupt must not end a rendezvous"
+            assert lanes.is_watched(), f"{self.what}: an interrupt must not end a rendezvous"
             self._start_posting()
         return self
 

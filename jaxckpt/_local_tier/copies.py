@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxckpt._devices.interconnect import Interconnect, Pairs
-from jaxckpt._job.call import CollectiveCalls
+from jaxckpt._devices.interconnect import CollectiveCalls, Interconnect, Pairs
 from jaxckpt._model.grid import cell_shape
 from jaxckpt._model.pieces import Bytes, aligned_empty
 from jaxckpt._options import Options

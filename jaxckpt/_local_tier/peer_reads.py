@@ -124,7 +124,7 @@ FileRequest = tuple[int, Box]
 
 def split_request(number: int, stack: Stack, box: Box, max_bytes: int) -> Iterator[FileRequest]:
     """The requests for a box of an object, each of at most `max_bytes` or one chunk."""
-    grids = stack.object, stack.chunk
+    grids = stack.object_sides, stack.chunk_sides
     for piece in cut_down(box, grids, lambda piece: volume(piece) * stack.itemsize <= max_bytes):
         yield number, piece
 

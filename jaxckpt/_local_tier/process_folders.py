@@ -48,7 +48,7 @@ from jaxckpt._save.staging import StagedObject, StagedObjects
 from jaxckpt._save.write import OwnShare, WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, Object
 from jaxckpt._store.store import Store
-from jaxckpt._store.transaction import Transaction, begin_own
+from jaxckpt._store.transaction import Transaction, open_own_transaction
 
 
 class _SaveAgreement(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ class ProcessFolders:
         with contextlib.ExitStack() as undone, call.rendezvous("looking for the checkpoint's folder") as rendezvous:
             with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
                 self._tier.delete_other_steps(agreed.kept)
-                transaction = begin_own(self.store, agreed.save_id, prepared.plan.stacks)
+                transaction = open_own_transaction(self.store, agreed.save_id, prepared.plan.stacks)
                 undone.callback(transaction.close)
             with phases.timed("barrier"):
                 rendezvous.gather("")

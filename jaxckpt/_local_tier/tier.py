@@ -32,7 +32,7 @@ from jaxckpt._local_tier.flush import Flush
 from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST, data_folder, is_data_folder, is_data_referenced
 from jaxckpt._options import Options, require_rate, require_whole_number
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._run_folder.steps import RUN, is_step, step_name
 from jaxckpt._save.describe import Draft
 from jaxckpt._store.folder import Folder

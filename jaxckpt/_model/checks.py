@@ -240,7 +240,7 @@ def _is_grid(stack: StackRecord) -> bool:
 
 def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
     stack = record.stack()
-    count = math.prod(-(-n // o) for n, o in zip(stack.array_shape, stack.object, strict=True))
+    count = math.prod(-(-n // o) for n, o in zip(stack.array_shape, stack.object_sides, strict=True))
     if count != len(record.objects):
         yield f"{where} lists {len(record.objects)} of its {count} objects"
         return
@@ -257,7 +257,7 @@ def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
     # For each dimension: each grid index with the number of its chunks inside the array.
     sides = [
         [(str(i), -(-(min(n, (i + 1) * o) - i * o) // c)) for i in range(-(-n // o))]
-        for n, o, c in zip(stack.array_shape, stack.object, stack.chunk, strict=True)
+        for n, o, c in zip(stack.array_shape, stack.object_sides, stack.chunk_sides, strict=True)
     ]
     for cell in itertools.product(*sides):
         key = "/".join([text for text, _ in cell])

@@ -27,7 +27,7 @@ def chunks_of(
     index: tuple[int, ...],
     pieces: Pieces,
     flush: Callable[[], object],
-    batch_bytes: int = zarr.CHUNK_BATCH_BYTES,
+    batch_bytes: int,
 ) -> Iterator[tuple[Sequence[int], Bytes]]:
     """All chunks of an object, in groups: (chunk numbers, their data in that order).
 
@@ -47,14 +47,14 @@ def chunks_of(
         used += n_bytes
         return scratch[used - n_bytes : used]
 
-    separate = pieces.separate_arrays(stack.chunk)
+    separate = pieces.separate_arrays(stack.chunk_sides)
     for box, array in [(pieces.box, pieces.single_array)] if separate is None else separate:
         in_order = array is not None and array.flags.c_contiguous
         run = zarr.contiguous_chunk_numbers(stack, index, box) if in_order else None
         if array is not None and run is not None:
             yield run, array.reshape(-1).view(np.uint8)
             continue
-        tiles = None if array is None or batch_bytes < 2 * size else _tiles(stack.chunk, box, array)
+        tiles = None if array is None or batch_bytes < 2 * size else _tiles(stack.chunk_sides, box, array)
         if tiles is not None:
             for numbers, group in zarr.in_groups(stack, index, box, tiles, batch_bytes // size):
                 data = room_for(len(numbers) * size)
@@ -94,7 +94,7 @@ def scatter(stack: Stack, chunks: Chunks, data: Bytes, targets: Sequence[tuple[B
 
     `data` has the chunks in sequence, each followed by its checksum. One call copies all chunks that are inside a box.
     """
-    sides = stack.chunk
+    sides = stack.chunk_sides
     grid = [(stop - start) // side for (start, stop), side in zip(chunks.box, sides, strict=True)]
     next_chunks = _strides(grid, chunks.slowest, stack.chunk_stored_bytes)
     next_elements = _strides(sides, range(len(sides)), stack.itemsize)
@@ -142,7 +142,7 @@ def content_digest(stack: Stack, index: tuple[int, ...], pieces: Pieces) -> str:
     """128-bit XXH3 of the uncompressed content of an object's chunks, as docs/format.md defines it."""
     size = stack.chunk_stored_bytes - 4
     entries: list[tuple[int, bytes]] = []
-    for numbers, data in chunks_of(stack, index, pieces, lambda: None):
+    for numbers, data in chunks_of(stack, index, pieces, lambda: None, zarr.CHUNK_BATCH_BYTES):
         entries += zip(numbers, map(chunk_digest, data.reshape(-1, size)), strict=True)
     return combined_digest(entries)
 

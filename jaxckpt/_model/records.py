@@ -122,7 +122,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     def of(
         cls, stack: Stack, objects: dict[str, tuple[int, str]], contents: dict[str, str] | None = None
     ) -> StackRecord:
-        sides = list(stack.chunk), list(stack.object)
+        sides = list(stack.chunk_sides), list(stack.object_sides)
         sha256 = hashlib.sha256(zarr.metadata(stack)).hexdigest()
         head = stack.name, stack.dtype, list(stack.shape), stack.rows
         return cls(*head, *sides, sha256, objects, stack.compression, contents or {})

@@ -227,10 +227,10 @@ class Stack:
     rows: int
     """Number of rows."""
 
-    chunk: tuple[int, ...]
+    chunk_sides: tuple[int, ...]
     """Sides of a chunk, rows first."""
 
-    object: tuple[int, ...]
+    object_sides: tuple[int, ...]
     """Sides of an object, rows first: each is a multiple of the chunk's side."""
 
     compression: str | None = None
@@ -246,12 +246,12 @@ class Stack:
 
     @property
     def chunks_per_object(self) -> int:
-        return math.prod(o // c for o, c in zip(self.object, self.chunk, strict=True))
+        return math.prod(o // c for o, c in zip(self.object_sides, self.chunk_sides, strict=True))
 
     @property
     def chunk_stored_bytes(self) -> int:
         """Bytes of an uncompressed chunk with its checksum."""
-        return math.prod(self.chunk) * self.itemsize + 4
+        return math.prod(self.chunk_sides) * self.itemsize + 4
 
     @property
     def index_bytes(self) -> int:
@@ -260,7 +260,7 @@ class Stack:
 
     def objects(self) -> Iterator[tuple[tuple[int, ...], Box]]:
         """(grid index, box) of every object."""
-        return grid_cells(self.array_shape, self.object)
+        return grid_cells(self.array_shape, self.object_sides)
 
 
 def shape_stack(
@@ -297,12 +297,12 @@ def shape_stack(
 
 def indexed_objects_of(stack: Stack, box: Box) -> Iterator[tuple[tuple[int, ...], Box, Box]]:
     """(grid index, the part of `box` in the object, the object's box) for each object that `box` touches."""
-    ranges = touched_cells(box, stack.object)
+    ranges = touched_cells(box, stack.object_sides)
     shifted = tuple(
         (start * side, min(stop * side, n))
-        for (start, stop), side, n in zip(ranges, stack.object, stack.array_shape, strict=True)
+        for (start, stop), side, n in zip(ranges, stack.object_sides, stack.array_shape, strict=True)
     )
-    for offset, cell in grid_cells(extent(shifted), stack.object):
+    for offset, cell in grid_cells(extent(shifted), stack.object_sides):
         obj = tuple((a + s, b + s) for (a, b), (s, _) in zip(cell, shifted, strict=True))
         common = intersection(box, obj)
         if common is not None:

@@ -38,7 +38,7 @@ def metadata(stack: Stack) -> bytes:
     complex_dtype = data_type.startswith("complex")
     fill: Any = [0.0, 0.0] if complex_dtype else 0.0 if data_type.startswith("float") else 0
     sharding = {
-        "chunk_shape": stack.chunk,
+        "chunk_shape": stack.chunk_sides,
         "codecs": codecs,
         "index_codecs": [little, {"name": "crc32c"}],
         "index_location": "end",
@@ -49,7 +49,7 @@ def metadata(stack: Stack) -> bytes:
             "node_type": "array",
             "shape": stack.array_shape,
             "data_type": data_type,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stack.object}},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stack.object_sides}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": False if data_type == "bool" else fill,
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
@@ -70,9 +70,9 @@ def object_key(stack: Stack, index: tuple[int, ...]) -> str:
 
 def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
     """The box of the stack in a chunk, by the chunk's number in an object; None if it is outside of the array."""
-    grid = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    grid = [o // c for o, c in zip(stack.object_sides, stack.chunk_sides, strict=True)]
     position = np.unravel_index(number, grid)
-    sides = zip(index, position, stack.object, stack.chunk, stack.array_shape, strict=True)
+    sides = zip(index, position, stack.object_sides, stack.chunk_sides, stack.array_shape, strict=True)
     box = tuple((i * o + int(p) * c, min(i * o + (int(p) + 1) * c, n)) for i, p, o, c, n in sides)
     return box if all(start < stop for start, stop in box) else None
 
@@ -96,14 +96,14 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], region: Box) -> Iterator[Ch
     in sequence, are the box in C order. No box is larger than `CHUNK_BATCH_BYTES` unless a chunk is."""
     counts, first_chunks, ranges = _chunks(stack, index, region)
     # Cut along one dimension, so that all chunks of a block have length 1 in the dimensions before it.
-    row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
+    row = next((dim for dim, side in enumerate(stack.chunk_sides) if side > 1), len(counts) - 1)
     along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
     most = max(1, CHUNK_BATCH_BYTES // stack.chunk_stored_bytes)
     steps = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
     # For each dimension and position along it: what the position adds to a chunk's number, and its range in the stack.
     positions = [
         [(position * step, ((first + position) * side, (first + position + 1) * side)) for position in range(*bounds)]
-        for step, first, side, bounds in zip(steps, first_chunks, stack.chunk, ranges, strict=True)
+        for step, first, side, bounds in zip(steps, first_chunks, stack.chunk_sides, ranges, strict=True)
     ]
     stride, slowest = steps[along], range(len(counts))
     for at in range(0, len(positions[along]), most):
@@ -161,18 +161,18 @@ def chunk_blocks(
     origins = [first + start for first, (start, _) in zip(first_chunks, ranges, strict=True)]
     for block in itertools.product(*spans):
         block_numbers = numbers[tuple(slice(*span) for span in block)].transpose(slowest).ravel()
-        box = tuple(((o + a) * c, (o + b) * c) for o, (a, b), c in zip(origins, block, stack.chunk, strict=True))
+        box = tuple(((o + a) * c, (o + b) * c) for o, (a, b), c in zip(origins, block, stack.chunk_sides, strict=True))
         yield Chunks(block_numbers.tolist(), box, slowest)
 
 
 def contiguous_chunk_numbers(stack: Stack, index: tuple[int, ...], box: Box) -> list[int] | None:
     """The numbers of the chunks of `box`, a box of the stack in one object, if the box in C order consists of these
     chunks in sequence; otherwise None."""
-    row, side = index[0] * stack.object[0], stack.chunk[0]
+    row, side = index[0] * stack.object_sides[0], stack.chunk_sides[0]
     (start, stop), *rest = box
-    origins = (i * o for i, o in zip(index[1:], stack.object[1:], strict=True))
+    origins = (i * o for i, o in zip(index[1:], stack.object_sides[1:], strict=True))
     region = tuple([(a - o, b - o) for (a, b), o in zip(rest, origins, strict=True)])
-    pattern = _contiguous_in_rows(stack.chunk[1:], stack.object[1:], region, side > 1)
+    pattern = _contiguous_in_rows(stack.chunk_sides[1:], stack.object_sides[1:], region, side > 1)
     if pattern is None or start % side or stop % side:
         return None
     count, numbers = pattern
@@ -200,7 +200,7 @@ def _contiguous_in_rows(
 def _chunks(stack: Stack, index: tuple[int, ...], region: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:
     """For each dimension of an object: its number of chunks, the stack's index of its first chunk, and the range of its
     chunks that `region` touches."""
-    counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    counts = [o // c for o, c in zip(stack.object_sides, stack.chunk_sides, strict=True)]
     first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
-    ranges = [(a - f, b - f) for (a, b), f in zip(touched_cells(region, stack.chunk), first_chunks, strict=True)]
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched_cells(region, stack.chunk_sides), first_chunks, strict=True)]
     return counts, first_chunks, ranges

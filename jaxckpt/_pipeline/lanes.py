@@ -3,8 +3,8 @@
 Python raises KeyboardInterrupt in the main thread, between any two bytecodes. A call therefore does in a lane whatever
 touches storage, devices or other processes, and an interrupt can only end a wait.
 
-    the caller:   prepare ─▶ run ─▶ wait, and call what the lane asks for (`in_caller`) ─▶ result
-    a lane:                  work ─▶ … ─▶ release_caller, or the end
+    the caller:   run ─▶ wait, and call what the lane asks for (`in_caller`) ─▶ result
+    a lane:       work ─▶ … ─▶ release_caller, or the end
 
 Nothing depends on what the caller notes: a lane marks itself as busy, a task is done once, by whichever thread begins
 it first, and whoever waits for a task that no thread has begun starts it again.
@@ -38,7 +38,7 @@ MAX_IDLE = 8
 """How many lanes wait for work. Starting a thread takes 50 µs, and sometimes Python's switch interval of 5 ms."""
 
 Request = Callable[[], object]
-"""What a lane asks the caller to call."""
+"""What a lane asks the caller to call. None in its place lets the caller return."""
 
 
 class _LaneTask(Task[T]):
@@ -59,7 +59,7 @@ class _LaneTask(Task[T]):
         finally:
             _current.requests = None
             if self._requests is not None:
-                self._requests.put(None)  # the end: the caller does not wait any more
+                self._requests.put(None)
 
 
 _Inbox = SimpleQueue[_LaneTask[Any]]
@@ -79,8 +79,8 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def is_in_lane() -> bool:
-    """Whether this thread is a lane, or works for one."""
+def is_watched() -> bool:
+    """Whether a watchdog watches this thread: it is a lane, except for a task of `begin`, or works for one."""
     return current_watchdog() is not None
 
 
@@ -100,7 +100,7 @@ def run(
     the task and the error, which is then raised; without it, the work continues alone until its next storage operation.
     Raises StorageError if the storage of the task stalls. In a lane, the work is done at once.
     """
-    if is_in_lane():
+    if is_watched():
         task = Task(work)
         task.run()
         return task
@@ -127,7 +127,7 @@ def run_watched(what: str, seconds: float, work: Callable[[], T], folder: str = 
     Raises StorageError if no bytes move for `seconds`. In a lane, it is an operation of the lane's task, or a part of
     the operation that runs; then the time limit is the task's.
     """
-    if is_in_lane():
+    if is_watched():
         return operate(what, work)
     return run(functools.partial(operate, what, work), Watchdog(seconds, folder)).result()
 
@@ -322,31 +322,3 @@ def exit_with_status() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_status)
-
-
-# The log --------------------------------------------------------------------------------------------------
-# `logging` takes its locks in Python code. An interrupt of the main thread right after that leaves a lock held, and
-# every other thread that logs then waits forever. So lines of the main thread are logged in a lane.
-
-_LOG_SECONDS = 60.0
-"""How long a handler may take. The call then continues without it."""
-
-
-class LaneLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger that takes no locks in the main thread."""
-
-    def isEnabledFor(self, level: int) -> bool:
-        """Whether lines of this level are logged. `Logger.isEnabledFor` may take a lock."""
-        return level >= self.logger.getEffectiveLevel() and level > logging.root.manager.disable
-
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        if not self.isEnabledFor(level):
-            return
-        write = functools.partial(self.logger.log, level, msg, *args, **kwargs)
-        if is_in_lane() or threading.current_thread() is not threading.main_thread():
-            write()
-        else:
-            run(write, Watchdog(_LOG_SECONDS), until=time.monotonic() + _LOG_SECONDS)
-
-
-log = LaneLog(logging.getLogger("jaxckpt"))

@@ -64,7 +64,7 @@ class Budget:
     def free(self, n_bytes: int) -> None:
         self._used_bytes -= n_bytes
 
-    def lend(self, transfer: Transfer) -> None:
+    def take_until_done(self, transfer: Transfer) -> None:
         """Take the bytes of a transfer until it is complete."""
         self._used_bytes += transfer.n_bytes
         self._transfers.append(transfer)
@@ -100,7 +100,8 @@ def pipeline(
 ) -> Generator[tuple[Item, T]]:
     """Begin items while `n_bytes` of each fits the budget, and yield each with its result, in order.
 
-    The bytes of an item are free again when the caller asks for the next result. Where `items` yields None, it has no
+    If what `begin` returns has fewer bytes than `n_bytes`, `begin` has taken the others from the budget itself. The
+    bytes of an item are free again when the caller asks for the next result. Where `items` yields None, it has no
     further item yet, and the running ones are finished first: the next item may need the memory that they use.
 
     If an error ends the pipeline, or `contextlib.closing` does, the running items are abandoned; with `join`, only

@@ -9,14 +9,44 @@ import operator
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxckpt._pipeline.lanes import Request, in_caller
-from jaxckpt._pipeline.lanes import log as _log
-from jaxckpt._pipeline.watchdog import current_watchdog
+from jaxckpt._pipeline.lanes import Request, in_caller, is_watched, run
+from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog
+
+# The log --------------------------------------------------------------------------------------------------
+# `logging` takes its locks in Python code. An interrupt of the main thread right after that leaves a lock held, and
+# every other thread that logs then waits forever. So lines of the main thread are logged in a lane.
+
+_LOG_SECONDS = 60.0
+"""How long a handler may take. The call then continues without it."""
+
+
+class LaneLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger that takes no locks in the main thread."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        """Whether lines of this level are logged. `Logger.isEnabledFor` may take a lock."""
+        return level >= self.logger.getEffectiveLevel() and level > logging.root.manager.disable
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        if not self.isEnabledFor(level):
+            return
+        write = functools.partial(self.logger.log, level, msg, *args, **kwargs)
+        if is_watched() or threading.current_thread() is not threading.main_thread():
+            write()
+        else:
+            run(write, Watchdog(_LOG_SECONDS), until=time.monotonic() + _LOG_SECONDS)
+
+
+log = LaneLog(logging.getLogger("jaxckpt"))
+
+
+# Sizes and rates ------------------------------------------------------------------------------------------
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -208,8 +238,8 @@ class _LineLogger:
         self._next = progress.seconds + LINE_SECONDS
         if at_end:
             self._ended = progress.total_bytes
-        if _log.isEnabledFor(logging.INFO):
-            _log.info("%s", progress)
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", progress)
         else:
             print(f"jaxckpt: {progress}", file=sys.stderr, flush=True)
 
@@ -247,28 +277,28 @@ def _bar(title: str, total_bytes: int) -> Generator[Show]:
 # Log lines, and events of jax.monitoring ------------------------------------------------------------------
 
 
-def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bool, **counts: int) -> None:
+def record_event(event: str, seconds: float, line: Callable[[], str], *, logged: bool, **counts: int) -> None:
     """Record that something is done: the duration event "/jaxckpt/<event>" with its counts, and a log line (INFO).
 
-    Every process records its own events. `log` is set only in the process that logs for all.
+    Every process records its own events. `logged` is set only in the process that logs for all.
     """
     jax = sys.modules.get("jax")  # in a program that has not imported JAX, nothing listens
     try:
         if jax is not None:
             jax.monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
     except Exception as error:
-        _log.warning("a jax.monitoring listener failed after %s: %r", event, error)
-    if log and _log.isEnabledFor(logging.INFO):
-        _log.info("%s", line())
+        log.warning("a jax.monitoring listener failed after %s: %r", event, error)
+    if logged and log.isEnabledFor(logging.INFO):
+        log.info("%s", line())
 
 
 def log_kept(url: str, name: str) -> None:
     """Log that data whose manifest was lost is not deleted."""
-    _log.warning(
+    log.warning(
         "%s has lost its manifest.json; %s in it was published, and is kept until a checkpoint replaces it", url, name
     )
 
 
 def log_swept(url: str, name: str) -> None:
     """Log that the remains of a save or of a deletion were deleted."""
-    _log.info("deleted %s/%s, left by a save that failed or was replaced, or by a deletion", url, name)
+    log.info("deleted %s/%s, left by a save that failed or was replaced, or by a deletion", url, name)

@@ -121,7 +121,7 @@ and a save ends after 0.57 s; 8 threads: 67 %, 0.8 ms, 0.45 s; 4: 79 %, 0.5 ms, 
 
 def _new_workers() -> tuple[Workers, Workers, Workers]:
     background = Workers("jaxckpt-background", BACKGROUND_THREADS, niceness=NICENESS)
-    return Workers("jaxckpt-files"), background, Workers("jaxckpt-rules")
+    return Workers("jaxckpt-files"), background, Workers("jaxckpt-waiting")
 
 
 _workers, _background, _waiting = _new_workers()
@@ -165,7 +165,7 @@ def work_alone() -> Generator[None]:
 def start(work: Callable[[], T], watchdog: Watchdog) -> Task[T]:
     """Run work that waits for the threads that move bytes, in a thread of its own."""
     task = Task(functools.partial(_run_work, watchdog, work))
-    start_thread(task.run, "jaxckpt-waiting")
+    start_thread(task.run, "jaxckpt-shared-read")
     return task
 
 
@@ -197,7 +197,7 @@ class MappedWork(Generic[S, T]):
 
     pending: Pending[S]
     finish: Callable[[Pending[S]], T]
-    """Called with the work. It gets the result, which may raise."""
+    """Called with `pending`, whose `result` it must call. That may raise."""
 
     def done(self) -> bool:
         return self.pending.done()

@@ -310,7 +310,7 @@ class StepBuffers:
             arrays = self._delivery.deliver(self.step, self._buffers)
             if self.step.held_bytes:
                 self._budget.free(self.step.held_bytes)
-                self._budget.lend(_ToDevices(self.step.held_bytes, self._block, arrays, self.memory))
+                self._budget.take_until_done(_ToDevices(self.step.held_bytes, self._block, arrays, self.memory))
             self._buffers = []
         return not self._n_reads_left
 
@@ -381,7 +381,7 @@ class StoredArray:
         sides = [max(1, side) for side in stack.shape]
         grids = [
             [1] * dim + [chunk * max(1, fits // (chunk * math.prod(sides[dim + 1 :])))] + sides[dim + 1 :]
-            for dim, chunk in enumerate(stack.chunk[1:])
+            for dim, chunk in enumerate(stack.chunk_sides[1:])
         ]
         for box in cut_to_size(whole_box(stack.shape), grids, fits):
             yield self[tuple(slice(*side) for side in box)]

@@ -153,7 +153,7 @@ def _grouped(stack: Stack, wants: Sequence[WantedRows], step_bytes: int) -> Iter
     """Groups of wants. A group has at most `step_bytes`, or is one row of chunks, which is never split."""
     group: list[WantedRows] = []
     group_bytes = 0
-    chunk_rows = stack.chunk[0]
+    chunk_rows = stack.chunk_sides[0]
     for unit in _units(chunk_rows, wants):
         unit_bytes = sum(want.n_elements for want in unit) * stack.itemsize
         (row, end), chunks_bytes = unit[0].rows, unit_bytes
@@ -209,10 +209,10 @@ def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_byt
             new = replace(new, streamed=True)
         joined.append(new)
     regions: list[Region] = []
-    for together in _sharing_chunks(joined, stack.chunk[0]):
+    for together in _sharing_chunks(joined, stack.chunk_sides[0]):
         targets = [(number, box) for number in together for box in range(len(joined[number].boxes))]
         boxes = [joined[number].buffer_box(box) for number, box in targets]
-        for box, served in cut_at_chunks(boxes, stack.chunk):
+        for box, served in cut_at_chunks(boxes, stack.chunk_sides):
             regions.append(_region(joined, box, [targets[i] for i in served]))
     n_bytes = sum(want.n_elements for want in wants) * stack.itemsize
     held_bytes = sum((want.rows[1] - want.rows[0]) * _bytes(stack, want) for want in joined if want.is_transient)
@@ -240,12 +240,12 @@ def _reads(stack: Stack, wants: Sequence[WantedRows], regions: list[Region], max
         return
     # Data in one object is read together as far as it fits, because tensorstore merges it into few requests.
     by_object: dict[tuple[int, ...], list[Region]] = {}
-    grids = (stack.object, stack.chunk)
+    grids = (stack.object_sides, stack.chunk_sides)
     for region in regions:
         for box in cut_down(region.box, grids, lambda box: _stored_bytes(stack, box) <= max_bytes):
             clipped = _clipped(wants, region, box)
             if clipped is not None:
-                index = tuple(start // side for (start, _), side in zip(clipped.box, stack.object, strict=True))
+                index = tuple(start // side for (start, _), side in zip(clipped.box, stack.object_sides, strict=True))
                 by_object.setdefault(index, []).append(clipped)
     group: list[Region] = []
     group_bytes = 0
@@ -271,8 +271,8 @@ def _read(stack: Stack, wants: Sequence[WantedRows], regions: Sequence[Region]) 
 
 def _stored_bytes(stack: Stack, box: Box) -> int:
     """Bytes of the chunks that a box touches."""
-    chunks = math.prod(b - a for a, b in touched_cells(box, stack.chunk))
-    return chunks * math.prod(stack.chunk) * stack.itemsize
+    chunks = math.prod(b - a for a, b in touched_cells(box, stack.chunk_sides))
+    return chunks * math.prod(stack.chunk_sides) * stack.itemsize
 
 
 def common_box(wants: Sequence[WantedRows], region: Region, at: tuple[int, int]) -> Box:
@@ -351,7 +351,7 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: in
         read_bytes = requests = 0
         for obj, boxes in itertools.chain.from_iterable(_boxes_by_object(stack, read) for read in step.reads):
             is_whole = sum(map(volume, boxes)) == volume(obj)
-            chunks = sum(math.prod(b - a for a, b in touched_cells(box, stack.chunk)) for box in boxes)
+            chunks = sum(math.prod(b - a for a, b in touched_cells(box, stack.chunk_sides)) for box in boxes)
             read_bytes += chunks * stack.chunk_stored_bytes + stack.index_bytes
             requests += 1 if is_whole else 1 + chunks
         total += ReadCost(step.n_bytes, read_bytes, requests=requests)

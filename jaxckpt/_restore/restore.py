@@ -29,9 +29,9 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._pipeline.progress import display_progress, record_event, show_bytes
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest, TargetObject, require_request
 from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
@@ -235,7 +235,7 @@ def run_restore(
             f"restored {len(resolved.leaves)} of {show_count(len(jax.tree.leaves(result)), 'leaf')} of the tree"
             f" from {source.url}, which has {len(source.manifest.leaves)}"
         ),
-        log=call.index == 0,
+        logged=call.index == 0,
         leaves=len(resolved.leaves),
     )
     if resolved.accepted is not None and call.index == 0:

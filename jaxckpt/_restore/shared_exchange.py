@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxckpt._devices.interconnect import Interconnect
-from jaxckpt._job.call import CollectiveCalls
+from jaxckpt._devices.interconnect import CollectiveCalls, Interconnect
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, extent

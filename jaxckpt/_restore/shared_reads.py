@@ -53,7 +53,7 @@ def share(
     """
     joined: dict[int, set[int]] = {}  # by stack, the processes that want any leaf of it, if its leaves share chunks
     for want, layout in leaf_wants:
-        if stacks[want.stack].chunk[0] > 1 and len(layout.processes) > 1:
+        if stacks[want.stack].chunk_sides[0] > 1 and len(layout.processes) > 1:
             joined.setdefault(want.stack, set()).update(layout.processes)
     own: list[WantedRows] = []
     shared: dict[Partition, list[WantedRows]] = {}
@@ -96,7 +96,7 @@ def community_of(partition: Partition, process: int) -> Community:
 def _partition(stack: Stack, layout: Layout) -> Partition:
     """The communities that need a leaf."""
     if math.prod(stack.shape) * stack.itemsize < JOINED_BYTES:
-        sides = zip(cell_shape(layout, stack.shape), stack.chunk[1:], layout.grid, strict=True)
+        sides = zip(cell_shape(layout, stack.shape), stack.chunk_sides[1:], layout.grid, strict=True)
         if any(n_cells > 1 and side % chunk for side, chunk, n_cells in sides):
             return (tuple(sorted(layout.processes)),)
     return _communities(layout)
@@ -171,7 +171,9 @@ def plan_shared_reads(
         bytes_by_stack[want.stack] += want.n_elements * stacks[want.stack].itemsize
     needed_bytes = bytes_by_stack.total()
     # An object that one process reads whole takes one request to an object store, and otherwise one per chunk.
-    object_bytes = {number: math.prod(stacks[number].object) * stacks[number].itemsize for number in bytes_by_stack}
+    object_bytes = {
+        number: math.prod(stacks[number].object_sides) * stacks[number].itemsize for number in bytes_by_stack
+    }
     n_objects = sum(n_bytes / object_bytes[number] for number, n_bytes in bytes_by_stack.items())
     round_bytes = len(community) * min(most, max(least, needed_bytes // (ROUNDS * len(community))))
     finest = max(1, min(round_bytes, needed_bytes) // (4 * len(community)))

@@ -18,7 +18,7 @@ from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline import lanes
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.threads import Latch, Task, is_shutting_down
 from jaxckpt._run_folder.leases import Leases, marked_steps, pinned_steps, require_unpinned
 from jaxckpt._run_folder.metrics import clear_step, remove_metrics_of_deleted_steps
@@ -392,7 +392,7 @@ class Deletion:
             self._directory.remember(SavedStep.of(step.number, manifest, undroppable))
             return
         less = manifests.drop_subtrees(manifest, dropped)
-        child.publish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
+        child.republish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
         self._directory.remember(SavedStep.of(step.number, less, undroppable))
         child.trim(less.data_folder, (record.stack() for record in less.stacks))
 

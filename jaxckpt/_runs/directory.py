@@ -19,8 +19,8 @@ from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_watched
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.workers import submit
 from jaxckpt._run_folder.leases import pinned_steps
 from jaxckpt._run_folder.metrics import read_added_metrics

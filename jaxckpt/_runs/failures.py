@@ -25,7 +25,7 @@ from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import cause_of
 from jaxckpt._model import typed_json
 from jaxckpt._options import Options, optional, require_seconds, require_whole_number
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.progress import record_event
 from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down
 from jaxckpt._run_folder.steps import IncidentLog
@@ -124,7 +124,7 @@ class Failures:
 
     def record(self, step: int, error: BaseException, seconds: float, *, in_process_0: bool) -> None:
         """Record that a step was not saved. In a lane."""
-        record_event("failed_save", seconds, lambda: "", log=False, step=step)
+        record_event("failed_save", seconds, lambda: "", logged=False, step=step)
         if in_process_0:
             self.incidents.add(step, "failed save", f"{type(error).__name__}: {error}")
 

@@ -17,7 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxckpt._job.job import Job, connected_job
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.threads import start_thread
 from jaxckpt._save.running_saves import lift_limits
 

@@ -20,7 +20,7 @@ from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._model.manifest import decode_state
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._restore.match import Uncommitted
 from jaxckpt._run_folder.steps import IncidentLog, is_step
 from jaxckpt._runs.directory import Directory

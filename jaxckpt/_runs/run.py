@@ -23,8 +23,8 @@ from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, optional, options_or_default, require_bool, require_seconds, require_whole_number
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_to_the_end
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
@@ -60,7 +60,7 @@ from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store, await_writes
 from jaxckpt._store.store_path import Path, run_at, store_at
-from jaxckpt._store.transaction import begin
+from jaxckpt._store.transaction import open_transaction
 from jaxckpt.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, StorageError, show_count
 
 # Forks ----------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
     """Link the objects of a checkpoint, write its small files again, and publish it."""
     manifest, content = load_manifest(source.store)
     data = manifest.data_folder
-    with contextlib.closing(begin(target, manifest.save_id, None, manifest.decoded_stacks)) as transaction:
+    with contextlib.closing(open_transaction(target, manifest.save_id, None, manifest.decoded_stacks)) as transaction:
         for record, stack in zip(manifest.stacks, manifest.decoded_stacks, strict=True):
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"

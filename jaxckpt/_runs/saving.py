@@ -17,7 +17,7 @@ from jaxckpt._local_tier.tier import LocalSteps
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, optional, require_seconds, require_whole_number
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._run_folder.metrics import recorded_metrics
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory

@@ -312,4 +312,4 @@ def _await_write(written: WrittenObject, pending: Pending[ObjectRecord]) -> Writ
 
 
 def _stack_key(stack: Stack) -> _ContentKey:
-    return stack.dtype, stack.chunk, stack.object, stack.compression
+    return stack.dtype, stack.chunk_sides, stack.object_sides, stack.compression

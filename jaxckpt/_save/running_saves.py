@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 from jaxckpt._keywords import explain_names
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.control import RateLimiter
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import set_exit_status
 from jaxckpt._pipeline.progress import Progress
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.threads import POLL_SECONDS, Latch
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import replace_workers
-from jaxckpt._store.store import report_writes
+from jaxckpt._store.store import register_running_writes
 from jaxckpt.errors import InputError, PeerError
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ def _settleable() -> list[RunningSave]:
     return [save for save in _saves.copy() if not save.detached]
 
 
-report_writes(_settleable)
+register_running_writes(_settleable)
 
 
 def _keep_abandoned(saves: list[RunningSave]) -> None:

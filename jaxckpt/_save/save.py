@@ -361,7 +361,7 @@ def _save_in_lane(prepared: PreparedSave, running: RunningSave, background: bool
             f"saved {info.path}: {show_count(info.leaves, 'leaf')}, {show_bytes(info.total_bytes)}, in {seconds:.2f} s"
             + (f"; {show_bytes(info.reused_bytes)} linked" if info.reused_bytes else "")
         ),
-        log=call.index == 0,
+        logged=call.index == 0,
         bytes=info.total_bytes,
         leaves=info.leaves,
     )

@@ -27,7 +27,7 @@ from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import Manifest, StackRecord, StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, require_bool
-from jaxckpt._pipeline.lanes import log as _log
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._run_folder.run_paths import resolve_step
 from jaxckpt._run_folder.steps import is_step
@@ -40,7 +40,7 @@ from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.load_manifest import find_lost, repair_hint
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import Path, require_no_dangling_link, unchecked_store_at
-from jaxckpt._store.transaction import Transaction, begin
+from jaxckpt._store.transaction import Transaction, open_transaction
 from jaxckpt.errors import CheckpointExistsError, PathNotSharedError, PeersDisagreeError, show_count, show_path
 
 
@@ -121,7 +121,7 @@ class SharedPath:
 
         Raises CheckpointExistsError, StorageError.
         """
-        return begin(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
+        return open_transaction(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
 
     def write(self, share: OwnShare, folder: str, staged: StagedObjects) -> WrittenShare:
         """Write the share of this process into a data folder. Every process. A conversion lets other workers write."""

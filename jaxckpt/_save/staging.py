@@ -31,9 +31,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt._devices.device_to_host import HostCopies, HostShard, Index, ShardKey, ShardNumbers, cut_piece
-from jaxckpt._devices.interconnect import replicate_box, transfer_context, transfer_dtype
+from jaxckpt._devices.interconnect import CollectiveCalls, replicate_box, transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import addressable_boxes, memory_kind
-from jaxckpt._job.call import CollectiveCalls
 from jaxckpt._model.dtypes import DTYPES, is_lossless
 from jaxckpt._model.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._model.pieces import Array, Pieces, assign

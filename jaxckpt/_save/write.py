@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxckpt._job.call import CollectiveCalls
+from jaxckpt._devices.interconnect import CollectiveCalls
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.grid import intersection, slices_within
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._pipeline.control import RateLimiter
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import release_caller
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import MappedWork
 from jaxckpt._save.request import PreparedSave

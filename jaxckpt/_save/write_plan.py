@@ -217,14 +217,14 @@ class _Cut:
         self.sides = (stack.rows, *cell_shape(layout, stack.shape))
         """Sides of all rows of a cell."""
 
-        self.counts = tuple(-(-side // length) for side, length in zip(self.sides, stack.object, strict=True))
+        self.counts = tuple(-(-side // length) for side, length in zip(self.sides, stack.object_sides, strict=True))
         """Number of objects along each side."""
 
     def batches(self) -> Iterator[tuple[int, Box]]:
         """(bytes of an object, range of positions in the cell) of each group of equal objects. The last object along a
         side may be smaller than the others."""
         ranges: list[list[tuple[tuple[int, int], int]]] = []
-        for side, length, count in zip(self.sides, self.stack.object, self.counts, strict=True):
+        for side, length, count in zip(self.sides, self.stack.object_sides, self.counts, strict=True):
             last = side - (count - 1) * length
             groups = (
                 [((0, count), length)] if last == length else [((0, count - 1), length), ((count - 1, count), last)]
@@ -241,7 +241,7 @@ def _objects(cut: _Cut, own: Sequence[_Own]) -> Iterator[Object]:
     indices = np.concatenate([places for _, places in own])
     cells = np.unravel_index(np.concatenate([cells for cells, _ in own]), (1, *cut.layout.grid))
     indices += np.stack(cells, axis=1) * np.array(cut.counts)
-    itemsize, sides, shape = cut.stack.itemsize, cut.stack.object, cut.stack.array_shape
+    itemsize, sides, shape = cut.stack.itemsize, cut.stack.object_sides, cut.stack.array_shape
     starts = indices[np.lexsort(indices.T[::-1])] * np.array(sides)
     stops = np.minimum(starts + np.array(sides), np.array(shape))
     sizes = (stops - starts).prod(axis=1) * itemsize

@@ -214,7 +214,7 @@ def as_foreign(leaf: SavedLeaf, data: ArrayData) -> ForeignArray:
     """An array of a checkpoint as a leaf of a foreign one, with its data."""
     kind: Any = leaf.kind
     stack, record = leaf.stack, leaf.record
-    return ForeignArray(stack.dtype, stack.shape, data, kind, record.impl, stack.chunk[1:], leaf.mesh, leaf.spec)
+    return ForeignArray(stack.dtype, stack.shape, data, kind, record.impl, stack.chunk_sides[1:], leaf.mesh, leaf.spec)
 
 
 @explain_names

@@ -18,8 +18,8 @@ from typing import Any
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._options import Options
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.progress import Report
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt.errors import InputError

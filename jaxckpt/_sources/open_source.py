@@ -16,8 +16,8 @@ import msgspec
 
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
-from jaxckpt._pipeline.lanes import log as _log
 from jaxckpt._pipeline.lanes import run_watched
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._run_folder.run_paths import (
     missing_step_error,
     named_step,

@@ -33,7 +33,6 @@ from jaxckpt._model.file_names import (
     WRITER,
     data_folder,
     is_data_folder,
-    is_data_referenced,
     may_reference_data,
 )
 from jaxckpt._model.grid import Box
@@ -41,9 +40,8 @@ from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, retry_seconds
-from jaxckpt._pipeline.lanes import log
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.progress import log_kept, log_swept
+from jaxckpt._pipeline.progress import log, log_kept, log_swept
 from jaxckpt._pipeline.workers import MappedWork, note_progress
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
 from jaxckpt._store.hedging import HedgedKeys, HedgedRead, Server
@@ -51,7 +49,6 @@ from jaxckpt._store.load_manifest import find_lost, manifest_identity, overtaken
 from jaxckpt._store.storage_errors import clean_error_text, translate_array_errors
 from jaxckpt._store.store import MAX_FILE_BYTES, ObjectRecord, Store
 from jaxckpt._store.tensors import ROOT_CONTEXT
-from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import DataError, InputError, StorageError
 
 T = TypeVar("T")
@@ -387,7 +384,7 @@ class Bucket:
 
     # Publication ------------------------------------------------------------------------------------------
 
-    def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
+    def begin_save(self, save_id: str, previous: bytes | None) -> tuple[None, bool]:
         data = data_folder(save_id)
         key = f"{data}/{WRITER}"
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
@@ -402,7 +399,7 @@ class Bucket:
                 self.remove(key)
                 self.delete(data)
             raise
-        return Transaction(self, data, previous)
+        return None, False
 
     def _write_if_unchanged(self, key: str, generation: bytes, content: bytes) -> bool:
         """Write a key if its content is still what was read with `generation`. `content` must be unique to this
@@ -436,27 +433,22 @@ class Bucket:
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         current, generation = self.read_whole(MANIFEST)
-        if current != previous:
+        if current != previous or not self._transition(data, ["writing"], "publishing"):
             raise overtaken_error(self.url)
-        # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
-        by_writer = not is_data_referenced(previous, data)
-        if not by_writer:
-            self._update_copy(data, manifest)
-        elif self._transition(data, ["writing"], "publishing"):
-            self.put(f"{data}/{COPY}", manifest)
-        else:
-            raise overtaken_error(self.url)
+        self.put(f"{data}/{COPY}", manifest)
         if not self._write_if_unchanged(MANIFEST, generation, manifest):
             raise overtaken_error(self.url)
-        if by_writer:
-            self._require_unswept(data, manifest, previous)
+        self._require_unswept(data, manifest, previous)
 
-    def _update_copy(self, data: str, manifest: bytes) -> None:
-        """Replace the second copy of a manifest, if it exists. A copy that was removed, because the checkpoint is
-        being deleted, is not created again."""
-        content, generation = self.read_whole(f"{data}/{COPY}")
+    def republish(self, data: str, manifest: bytes, previous: bytes, *, sync: bool) -> None:
+        current, generation = self.read_whole(MANIFEST)
+        if current != previous:
+            raise overtaken_error(self.url)
+        content, of_copy = self.read_whole(f"{data}/{COPY}")
         if content is not None:
-            self._write_if_unchanged(f"{data}/{COPY}", generation, manifest)
+            self._write_if_unchanged(f"{data}/{COPY}", of_copy, manifest)
+        if not self._write_if_unchanged(MANIFEST, generation, manifest):
+            raise overtaken_error(self.url)
 
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
         current, generation = self.read_whole(MANIFEST)
@@ -518,17 +510,14 @@ class Bucket:
         if self._transition(data, ["writing"], "swept"):
             self.delete(data)
 
-    def sweep(self, current: str | None) -> bool:
-        """A save that started from a manifest other than the current one can never publish."""
-        return self._sweep(current, all_writers=False)
-
     def clear(self, *, evict: bool = True) -> None:
         """A live writer learns from its note that its data is gone. Nothing shows whether a writer is alive."""
         if evict:
-            self._sweep(None, all_writers=True)
+            self.sweep(None, evict=True)
 
-    def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
-        """Delete data folders other than `current`, except of saves that may still publish. Returns if any is left."""
+    def sweep(self, current: str | None, *, evict: bool = False) -> bool:
+        """A save that started from a manifest other than the current one can never publish. With `evict`, no other save
+        can."""
         left = False
         for name in sorted({name for name, _ in self._data_keys()}):
             if name == current:
@@ -544,13 +533,13 @@ class Bucket:
                 left = True  # its writer is unknown
                 continue
             no_writer = content is None or note.get("state") in ("published", "swept")
-            outdated = all_writers or note.get("replaces") != manifest_identity(manifest)
+            outdated = evict or note.get("replaces") != manifest_identity(manifest)
             if manifest is None and no_writer and name in find_lost(self):
                 log_kept(self.url, name)
                 left = True
             elif no_writer or (outdated and self._transition(name, ["writing", "publishing"], "swept")):
                 self.delete(name)
-                if not all_writers:
+                if not evict:
                     log_swept(self.url, name)
             else:
                 left = True

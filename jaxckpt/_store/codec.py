@@ -27,10 +27,9 @@ from jaxckpt._options import THREADS
 from jaxckpt._store.store import ObjectRecord
 from jaxckpt.errors import DataError
 
-BATCH_BYTES = 4 << 20
-READ_BYTES = 16 << 20
-"""Approximate bytes per system call that writes, or that reads into the destination. A thread releases the GIL for a
-system call and then waits to get it back, so few calls are better than many. As much is gathered with one call of
+WRITE_BYTES, READ_BYTES = 4 << 20, 16 << 20
+"""Approximate bytes per system call: one that writes, one that reads into the destination. A thread releases the GIL
+for a system call and then waits to get it back, so few calls are better than many. As much is gathered with one call of
 NumPy: next to a loop that computes in Python for 0.1 ms a step, a background save of 1 GiB takes 0.8 s, and took 12 s
 when each chunk of 2 MiB was gathered and written by itself."""
 
@@ -54,17 +53,19 @@ def encode(
 ) -> ObjectRecord:
     """Encode an object. `write` gets its bytes in sequence, and must be done with them when it returns. With `content`,
     also compute the digest of its content."""
-    out = _Output(write, stack.chunk_stored_bytes, content)
-    for numbers, data in chunks_of(stack, index, pieces, out.write, BATCH_BYTES):
-        out.add(numbers, data)
-    out.buffers.append(encode_index(stack, out.numbers))
-    out.write()
-    in_order = np.array(out.sums, "<u4")[np.argsort(out.numbers)]
-    compared = combined_digest(zip(out.numbers, out.contents, strict=True)) if content else ""
-    return ObjectRecord(len(out.numbers) * stack.chunk_stored_bytes + stack.index_bytes, digest_of(in_order), compared)
+    queue = _ChunkQueue(write, stack.chunk_stored_bytes, content)
+    for numbers, data in chunks_of(stack, index, pieces, queue.flush, WRITE_BYTES):
+        queue.add(numbers, data)
+    queue.buffers.append(encode_index(stack, queue.numbers))
+    queue.flush()
+    in_order = np.array(queue.sums, "<u4")[np.argsort(queue.numbers)]
+    compared = combined_digest(zip(queue.numbers, queue.contents, strict=True)) if content else ""
+    return ObjectRecord(
+        len(queue.numbers) * stack.chunk_stored_bytes + stack.index_bytes, digest_of(in_order), compared
+    )
 
 
-class _Output:
+class _ChunkQueue:
     """The chunks of an object, each followed by its checksum, on their way to `write`."""
 
     def __init__(self, write: Callable[[Sequence[Any]], object], stored_bytes: int, content: bool) -> None:
@@ -87,7 +88,7 @@ class _Output:
         self._waiting_bytes = 0
 
     def add(self, numbers: Sequence[int], data: Bytes) -> None:
-        """Write chunks that follow each other in memory. The memory must not change until the next `write`."""
+        """Queue chunks that follow each other in memory. The memory must not change until the next `flush`."""
         for chunk in _split_chunks(data, len(numbers)):
             checksum = _checksum(chunk)
             self.sums.append(checksum)
@@ -95,11 +96,11 @@ class _Output:
                 self.contents.append(chunk_digest(chunk))
             self.buffers += (chunk, checksum.to_bytes(4, "little"))
             self._waiting_bytes += self._stored_bytes
-            if self._waiting_bytes >= BATCH_BYTES:
-                self.write()
+            if self._waiting_bytes >= WRITE_BYTES:
+                self.flush()
         self.numbers += numbers
 
-    def write(self) -> None:
+    def flush(self) -> None:
         self._write(self.buffers)
         self.buffers, self._waiting_bytes = [], 0
 
@@ -117,13 +118,13 @@ Target = tuple[Box, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenObject:
-    """An object that is being read."""
+class ObjectDecoder:
+    """Reads boxes of one object."""
 
     stack: Stack
     index: tuple[int, ...]
     path: str
-    chunk_index: ChunkIndex
+    chunk_table: ChunkTable
 
     read_into: Callable[[int, Sequence[Any]], object]
     """Fills buffers, in sequence, with the object's bytes from an offset on."""
@@ -133,47 +134,49 @@ class OpenObject:
         chunks are read into a buffer that fits the core's cache, checked, and copied from there."""
         destinations, buffered = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[Target]]]()
         scattered: list[list[Target]] = []
-        for group in _group_by_shared_chunks(targets, self.stack.chunk):
-            if (runs := self._runs_in_place(group)) is None:
+        for group in _group_by_shared_chunks(targets, self.stack.chunk_sides):
+            in_place, others = self._runs_in_place(group)
+            if not in_place:
                 scattered.append(group)
                 continue
-            destinations += ((chunks.numbers, destination) for chunks, destination in runs if destination is not None)
-            buffered += ((chunks, group) for chunks, destination in runs if destination is None)
-        for group in _merge_tiling_groups(scattered, self.stack.chunk) if len(scattered) > 1 else scattered:
+            destinations += in_place
+            buffered += ((chunks, group) for chunks in others)
+        for group in _merge_tiling_groups(scattered, self.stack.chunk_sides) if len(scattered) > 1 else scattered:
             region = hull(box for box, _ in group)
-            blocks = zarr.chunk_blocks(self.stack, self.index, region, self.chunk_index.starts, BLOCK_BYTES)
+            blocks = zarr.chunk_blocks(self.stack, self.index, region, self.chunk_table.starts, BLOCK_BYTES)
             buffered += ((chunks, group) for chunks in blocks)
-        buffered.sort(key=lambda block: self.chunk_index.starts[block[0].numbers[0]])
+        buffered.sort(key=lambda block: self.chunk_table.starts[block[0].numbers[0]])
         if destinations:
             self._read_in_place(destinations)
         if buffered:
             self._read_buffered(buffered)
 
-    def _runs_in_place(self, targets: Sequence[Target]) -> list[tuple[Chunks, Bytes | None]] | None:
-        """The chunks of a box, each with its destination if that is contiguous memory. None if not even one chunk has a
-        contiguous destination, or if there are several boxes, which share chunks."""
+    def _runs_in_place(self, targets: Sequence[Target]) -> tuple[list[tuple[Sequence[int], Bytes]], list[Chunks]]:
+        """(runs of chunks with their destination, if that is contiguous memory; all other chunks) of a box. Two empty
+        lists if the first whole chunk has no such destination, or if there are several boxes, which share chunks."""
         if len(targets) > 1:
-            return None
+            return [], []
         ((box, target),) = targets
         run = zarr.contiguous_chunk_numbers(self.stack, self.index, box) if target.flags.c_contiguous else None
         if run is not None:
-            return [(Chunks(run, box, range(len(box))), target.reshape(-1).view(np.uint8))]
-        firsts = (-(-start // side) * side for (start, _), side in zip(box, self.stack.chunk, strict=True))
-        if contiguous_bytes(box_at(firsts, self.stack.chunk), box, target) is None:
-            return None
-        runs = zarr.chunk_runs(self.stack, self.index, box)
-        return [(chunks, contiguous_bytes(chunks.box, box, target)) for chunks in runs]
+            return [(run, target.reshape(-1).view(np.uint8))], []
+        firsts = (-(-start // side) * side for (start, _), side in zip(box, self.stack.chunk_sides, strict=True))
+        if contiguous_bytes(box_at(firsts, self.stack.chunk_sides), box, target) is None:
+            return [], []
+        runs = [(run, contiguous_bytes(run.box, box, target)) for run in zarr.chunk_runs(self.stack, self.index, box)]
+        in_place = [(chunks.numbers, destination) for chunks, destination in runs if destination is not None]
+        return in_place, [chunks for chunks, destination in runs if destination is None]
 
     def _read_in_place(self, destinations: Sequence[tuple[Sequence[int], Bytes]]) -> None:
         """Read chunks directly into their destinations, in file order, then check them."""
         numbers = [number for run, _ in destinations for number in run]
         chunks = [chunk for run, destination in destinations for chunk in _split_chunks(destination, len(run))]
-        order = np.argsort(self.chunk_index.starts[numbers]).tolist()
+        order = np.argsort(self.chunk_table.starts[numbers]).tolist()
         numbers, chunks = [numbers[position] for position in order], [chunks[position] for position in order]
         stored = np.empty(len(chunks), "<u4")
         buffers = _interleave(chunks, stored)
         sums = list[int]()
-        for runs in self.chunk_index.runs(self.path, numbers, range(0, len(chunks), self._n_chunks(READ_BYTES))):
+        for runs in self.chunk_table.runs(self.path, numbers, range(0, len(chunks), self._n_chunks(READ_BYTES))):
             for start, begun, end in runs:
                 self.read_into(start, buffers[2 * begun : 2 * end])
             sums += [_checksum(chunk, 64 << 10) for chunk in chunks[runs[0][1] : runs[-1][2]]]
@@ -190,7 +193,7 @@ class OpenObject:
         counts = (sum(len(chunks.numbers) for chunks, _ in batch) for batch in batches)
         borders = {0, *itertools.accumulate(counts)}
         sums, stored, has_invalid_bools = list[int](), list[bytes](), False
-        for batch, runs in zip(batches, self.chunk_index.runs(self.path, numbers, borders), strict=True):
+        for batch, runs in zip(batches, self.chunk_table.runs(self.path, numbers, borders), strict=True):
             first, count = runs[0][1], runs[-1][2] - runs[0][1]
             for start, begun, end in runs:
                 self.read_into(start, [memory[(begun - first) * size : (end - first) * size]])
@@ -223,7 +226,7 @@ class OpenObject:
             raise self._damage(numbers[int(damaged[0])])
         if has_invalid_bools:
             raise DataError(f"{self.path} has values that are neither true nor false")
-        self.chunk_index.record_sums(self.path, numbers, stored)
+        self.chunk_table.record_sums(self.path, numbers, stored)
 
     def _damage(self, number: int) -> DataError:
         """The error of a damaged chunk."""
@@ -239,8 +242,8 @@ def _has_invalid_bools(data: Array) -> bool:
     return bool(np.max(data) > 1)
 
 
-class ChunkIndex:
-    """The index of an object: offsets of its chunks, and the checksums of those that were read."""
+class ChunkTable:
+    """The index at the end of an object: offsets of its chunks, and the checksums of those that were read."""
 
     def __init__(self, path: str, stack: Stack, tail: Bytes, length: int, digest: str) -> None:
         """`tail` is the stored index of an object of `length` bytes. Raises DataError."""

@@ -30,7 +30,7 @@ from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
-from jaxckpt._store.codec import ChunkIndex, OpenObject, Target, encode
+from jaxckpt._store.codec import ChunkTable, ObjectDecoder, Target, encode
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
 from jaxckpt._store.store import MAX_FILE_BYTES, ArrayReader, ObjectRecord
 from jaxckpt.errors import DataError, StorageError
@@ -51,7 +51,7 @@ class FileWriter:
     """Whether an object must be on disk before it counts as written."""
 
     memory_factor: ClassVar[int] = 1
-    """If its pieces are not contiguous, an object is gathered before it is written; otherwise it takes no memory."""
+    """Counted as if pieces that are not contiguous were gathered at once. `codec` gathers 4 MiB at a time."""
 
     def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         return submit(functools.partial(self._write, index, pieces, content))
@@ -85,9 +85,10 @@ class FileReader(ArrayReader):
     """Length and digest of each object, by grid index."""
 
     path_problem: Callable[[str], str | None]
-    """Returns a problem if a path is not a regular file in real folders, because a link could lead anywhere."""
+    """Returns a problem if the object at a grid index is not a regular file in real folders, because a link could lead
+    anywhere."""
 
-    chunk_indexes: dict[tuple[int, ...], ChunkIndex] = field(default_factory=dict[tuple[int, ...], ChunkIndex])
+    chunk_tables: dict[tuple[int, ...], ChunkTable] = field(default_factory=dict[tuple[int, ...], ChunkTable])
     """The indexes of the objects that were opened."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -115,22 +116,22 @@ class FileReader(ArrayReader):
                 raise
 
     def _read_object(self, path: str, index: tuple[int, ...], targets: Sequence[Target]) -> None:
-        problem = None if index in self.chunk_indexes else self.path_problem(path)
+        problem = None if index in self.chunk_tables else self.path_problem(zarr.index_key(index))
         if problem:
             raise DataError(f"{path} {problem}")
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            chunk_index = self._chunk_index(path, handle, index)
-            OpenObject(self.stack, index, path, chunk_index, functools.partial(read_into, path, handle)).read(targets)
+            table, read = self._chunk_table(path, handle, index), functools.partial(read_into, path, handle)
+            ObjectDecoder(self.stack, index, path, table, read).read(targets)
         finally:
             os.close(handle)
 
-    def _chunk_index(self, path: str, handle: int, index: tuple[int, ...]) -> ChunkIndex:
+    def _chunk_table(self, path: str, handle: int, index: tuple[int, ...]) -> ChunkTable:
         """The index of an object; read once."""
         with self.lock:
-            chunk_index = self.chunk_indexes.get(index)
-        if chunk_index is not None:
-            return chunk_index
+            chunk_table = self.chunk_tables.get(index)
+        if chunk_table is not None:
+            return chunk_table
         length, digest = self.expected[zarr.index_key(index)]
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -139,9 +140,9 @@ class FileReader(ArrayReader):
             raise DataError(f"{path} is {size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
         read_into(path, handle, length - len(tail), [tail])
-        chunk_index = ChunkIndex(path, self.stack, tail, length, digest)
+        chunk_table = ChunkTable(path, self.stack, tail, length, digest)
         with self.lock:  # two threads may have read it at the same time; both must note their checks in one object
-            return self.chunk_indexes.setdefault(index, chunk_index)
+            return self.chunk_tables.setdefault(index, chunk_table)
 
 
 def link(old: str, new: str, base_folder: str, length: int, *, sync: bool) -> None:

@@ -8,6 +8,7 @@ folders (no symbolic links) below the checkpoint's folder are read.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import fcntl
 import functools
@@ -32,7 +33,6 @@ from jaxckpt._model.file_names import (
     data_folder,
     data_folder_of,
     is_data_folder,
-    is_data_referenced,
     may_reference_data,
 )
 from jaxckpt._model.grid import Box
@@ -56,7 +56,6 @@ from jaxckpt._store.load_manifest import find_lost, manifest_identity, overtaken
 from jaxckpt._store.storage_errors import UNLISTABLE, retry_stale, translate_os_errors, watched
 from jaxckpt._store.store import ArrayReader, ArrayWriter, Store
 from jaxckpt._store.tensors import TensorFileReader, TensorFileWriter, TensorReader, open_in_folder
-from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import CorruptError, DataError, InputError, JaxckptError, StorageError
 
 _LOCK_SECONDS = 300.0
@@ -73,6 +72,12 @@ _REFUSED_LINK = (
     errno.EMLINK,
 )
 """Errors of file systems without hard links. They may have other causes too."""
+
+
+class _Writer(enum.Enum):
+    """Whether the writer of a data folder is alive; unknown if its lock may not be visible here."""
+
+    ALIVE, DEAD, UNKNOWN = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +190,10 @@ class Folder:
     ) -> ArrayReader:
         if self._uses_own_engine(stack):
             plain = set[str]()
-            below = len(self._path(""))
-            folder = self._path(data, stack.name)
-            return FileReader(folder, stack, stored, lambda path: self._inspect_file(path[below:], plain)[1])
+            folder = f"{data}/{stack.name}"
+            return FileReader(
+                self._path(folder), stack, stored, lambda index: self._inspect_file(f"{folder}/c/{index}", plain)[1]
+            )
         return TensorFileReader(self, data, stack, stored, TensorReader(open_in_folder(self.folder, data, stack)))
 
     can_link = True
@@ -258,8 +264,7 @@ class Folder:
     # Publication ------------------------------------------------------------------------------------------
 
     @watched("preparing")
-    def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
-        """The note stays locked while the writer is alive."""
+    def begin_save(self, save_id: str, previous: bytes | None) -> tuple[int, bool]:
         data = data_folder(save_id)
         note = {
             "host": socket.gethostname(),
@@ -273,7 +278,7 @@ class Folder:
                 undo.callback(remove_if_empty, self.folder)
             handle = retry_stale(self._claim_folder, data, note)
             undo.pop_all()
-            return Transaction(self, data, previous, handle, has_created_path=is_new)
+            return handle, is_new
 
     def _claim_folder(self, data: str, note: dict[str, Any]) -> int:
         for tries_left in reversed(range(100)):
@@ -350,27 +355,23 @@ class Folder:
     @watched("publishing")
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self.locked() as handle:
-            # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
-            by_writer = not is_data_referenced(previous, data)
-            if by_writer:
-                self._require_note(data, WRITER, previous)
-                self._put_draft(data, manifest, sync=sync)  # first: see published_data
-                if sync and previous is None:
-                    sync_path(self._path(data))  # nor is there a copy without a draft after a power loss
-                self.put(f"{data}/{COPY}", manifest)  # not synced: it serves if the manifest is lost later
-            else:
-                self._update_copy(data, manifest)
-                self._put_draft(data, manifest, sync=sync)
+            self._require_note(data, WRITER, previous)
+            self._put_draft(data, manifest, sync=sync)  # first: see published_data
+            if sync and previous is None:
+                sync_path(self._path(data))  # nor is there a copy without a draft after a power loss
+            self.put(f"{data}/{COPY}", manifest)  # not synced: it serves if the manifest is lost later
             # Another host, which the lock may not reach, deletes the note, then looks for a manifest, and only then
             # deletes the data. So either this process or that host sees the other one's change. A save is not
             # withdrawn because the note cannot be read: withdrawing it could fail for the same reason.
-            self._replace_manifest_durably(handle, data, manifest, previous, WRITER if by_writer else None, sync=sync)
+            self._replace_manifest_durably(handle, data, manifest, previous, WRITER, sync=sync)
 
-    def _update_copy(self, data: str, manifest: bytes) -> None:
-        """Replace the second copy of a manifest, if it exists. A copy that was removed, because the checkpoint is being
-        deleted, is not created again."""
-        if os.path.lexists(self._path(data, COPY)):
-            self.replace(f"{data}/{COPY}", manifest)
+    @watched("publishing")
+    def republish(self, data: str, manifest: bytes, previous: bytes, *, sync: bool) -> None:
+        with self._translate_errors("publish", MANIFEST), self.locked() as handle:
+            if os.path.lexists(self._path(data, COPY)):
+                self.replace(f"{data}/{COPY}", manifest)
+            self._put_draft(data, manifest, sync=sync)
+            self._replace_manifest_durably(handle, data, manifest, previous, None, sync=sync)
 
     @watched("publishing")
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
@@ -401,7 +402,7 @@ class Folder:
                 self._withdraw(data, manifest, previous)
             raise
         with contextlib.suppress(StorageError):
-            self.remove(_draft(data))  # last: after a power loss, one of its two names exists
+            self.remove(_draft_key(data))  # last: after a power loss, one of its two names exists
 
     def _require_note(self, data: str, name: str, current: bytes | None, *, may_be_unreadable: bool = False) -> None:
         """Raise if data was deleted, before its manifest was published as the successor of `current`, or after it was
@@ -440,16 +441,16 @@ class Folder:
 
     def _put_draft(self, data: str, manifest: bytes, *, sync: bool) -> None:
         """Write a manifest in the data folder, so that the remains of a crash are deleted with the data."""
-        self.remove(_draft(data))  # a process that was killed may have left it as a second name of the manifest
-        self.put(_draft(data), manifest, sync=sync)
+        self.remove(_draft_key(data))  # a process that was killed may have left it as a second name of the manifest
+        self.put(_draft_key(data), manifest, sync=sync)
 
     def _publish_draft(self, data: str, content: bytes, previous: bytes | None) -> None:
         """Replace the manifest `previous`, which is compared last, because the lock may not reach other hosts."""
         self._require_unchanged(previous)
         if previous is None:
-            self._link_manifest(_draft(data), content)
+            self._link_manifest(_draft_key(data), content)
         else:
-            os.rename(self._path(_draft(data)), self._path(MANIFEST))
+            os.rename(self._path(_draft_key(data)), self._path(MANIFEST))
 
     def _link_manifest(self, temporary: str, content: bytes) -> None:
         """Publish a first manifest. A link, unlike a rename, fails if another host has published in the meantime."""
@@ -514,7 +515,7 @@ class Folder:
             name
             for name in filter(is_data_folder, self.names())
             if os.path.lexists(self._path(name, COPY))
-            and not (os.path.lexists(self._path(name, WRITER)) and os.path.lexists(self._path(_draft(name))))
+            and not (os.path.lexists(self._path(name, WRITER)) and os.path.lexists(self._path(_draft_key(name))))
         ]
 
     @watched("deleting")
@@ -534,10 +535,10 @@ class Folder:
             for name in self.names():
                 if not is_data_folder(name) or name == current:
                     continue
-                alive, note = self._find_writer(name)
+                writer, note = self._find_writer(name)
                 # The manifest is checked last, because the folder may have been published since the listing.
                 manifest = self.read(MANIFEST)
-                if self._may_publish(name, alive, note, manifest, evict=evict):
+                if self._may_publish(name, writer, note or {}, manifest, evict=evict):
                     left = True
                 elif manifest is None and name in find_lost(self):
                     log_kept(self.url, name)
@@ -551,14 +552,14 @@ class Folder:
         return left
 
     def _may_publish(
-        self, data: str, alive: bool | None, note: dict[str, Any] | None, manifest: bytes | None, *, evict: bool
+        self, data: str, writer: _Writer, note: dict[str, Any], manifest: bytes | None, *, evict: bool
     ) -> bool:
         """Whether a data folder is published, or its writer may still publish it. With `evict`, only a writer that is
         known to be alive counts."""
         if may_reference_data(manifest, data):
             return True
-        if alive is not None or note is None:
-            return bool(alive)
+        if writer is not _Writer.UNKNOWN:
+            return writer is _Writer.ALIVE
         # Publication requires that the manifest is still the one that the save found when it began.
         return not evict and ("replaces" not in note or note["replaces"] == manifest_identity(manifest))
 
@@ -584,27 +585,30 @@ class Folder:
             remove_folder(path)
         return not os.path.lexists(path)
 
-    def _find_writer(self, data: str) -> tuple[bool | None, dict[str, Any] | None]:
-        """(whether the writer of a data folder is alive, or None if its lock may not be visible here; its note)."""
+    def _find_writer(self, data: str) -> tuple[_Writer, dict[str, Any] | None]:
+        """The writer of a data folder, and its note; None if the note does not exist."""
         try:
             # NFS locks only files that are open for writing.
             handle = os.open(self._path(data, WRITER), os.O_RDWR)
         except FileNotFoundError:
-            return False, None  # its checkpoint was published and then replaced, or it died before it created the note
+            return (
+                _Writer.DEAD,
+                None,
+            )  # its checkpoint was published and then replaced, or it died before it created the note
         except OSError:
-            return True, {}
+            return _Writer.ALIVE, {}
         try:
             content = os.read(handle, 4096)  # empty if the writer died before it wrote the note
             note, scope = parse_note(content), _lock_scope(handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return True, note
+                return _Writer.ALIVE, note
             except OSError:  # a file system without locks
-                return None, note
-            return False if not content or _shows_lock(note, scope) else None, note
+                return _Writer.UNKNOWN, note
+            return _Writer.DEAD if not content or _shows_lock(note, scope) else _Writer.UNKNOWN, note
         except OSError:
-            return True, {}
+            return _Writer.ALIVE, {}
         finally:
             os.close(handle)
 
@@ -617,9 +621,9 @@ class Folder:
     @watched("sweeping")
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Also deletes the note of a dead writer, and the second name of the manifest that it may have left."""
-        if self._find_writer(data)[0] is False:
+        if self._find_writer(data)[0] is _Writer.DEAD:
             with contextlib.suppress(StorageError):  # no permission, or a file system that is mounted read-only
-                self.remove(_draft(data))
+                self.remove(_draft_key(data))
                 self.remove(f"{data}/{WRITER}")
         named = {stack.name for stack in stacks}
         for name in self.child(data).names():
@@ -816,8 +820,8 @@ def _make_folders(path: str) -> None:
     os.makedirs(path, exist_ok=True)
 
 
-def _draft(data: str) -> str:
-    """The manifest of a data folder before it is published, or a second name of it."""
+def _draft_key(data: str) -> str:
+    """The key of the draft: the manifest of a data folder before it is published, or a second name of it."""
     return f"{data}/{MANIFEST}"
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import tensorstore as ts
 
-from jaxckpt._pipeline.lanes import log
+from jaxckpt._pipeline.progress import log
 from jaxckpt._pipeline.threads import POLL_SECONDS
 from jaxckpt._pipeline.watchdog import current_watchdog
 from jaxckpt.errors import StorageError

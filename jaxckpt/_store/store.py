@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange
@@ -20,9 +20,6 @@ from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt.errors import StorageError
-
-if TYPE_CHECKING:
-    from jaxckpt._store.transaction import Transaction
 
 
 class ObjectRecord(NamedTuple):
@@ -206,8 +203,11 @@ class Store(Protocol):
         """A block in which no other process claims, sweeps, publishes or deletes here, on stores with locks."""
         ...
 
-    def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
-        """Create `data-<save id>` with a note of its writer, for a save that will replace the manifest `previous`."""
+    def begin_save(self, save_id: str, previous: bytes | None) -> tuple[int | None, bool]:
+        """Create `data-<save id>` with a note of its writer, for a save that will replace the manifest `previous`.
+
+        Returns the open note, which is locked while the writer is alive, if the store has locks; and whether the
+        folder of the checkpoint did not exist before."""
         ...
 
     def unlock(self, handle: int) -> None:
@@ -221,7 +221,11 @@ class Store(Protocol):
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         """Atomically replace the manifest `previous` by `manifest`, which describes the data folder `data`. Before
-        that, write the second copy of `manifest`."""
+        that, write the second copy of `manifest`. The writer of the data calls this."""
+
+    def republish(self, data: str, manifest: bytes, previous: bytes, *, sync: bool) -> None:
+        """The same for data that is published and has no writer, to describe fewer leaves of it. A second copy that was
+        removed, because the checkpoint is being deleted, is not created again."""
 
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
         """Atomically publish the second copy of a manifest in place of a manifest that was lost or `damaged`."""
@@ -236,9 +240,9 @@ class Store(Protocol):
     def discard(self, data: str) -> None:
         """Delete the data of a failed save, unless that save may still be published."""
 
-    def sweep(self, current: str | None) -> bool:
+    def sweep(self, current: str | None, *, evict: bool = False) -> bool:
         """Delete the data of saves that can no longer publish, except the folder in use, `current`. Returns whether
-        data of saves that may still publish is left."""
+        data of saves that may still publish is left. `evict` as in `clear`."""
         ...
 
     def clear(self, *, evict: bool = True) -> None:
@@ -267,8 +271,8 @@ class RunningWrite(Protocol):
 _finders: list[Callable[[], Iterable[RunningWrite]]] = []
 
 
-def report_writes(find: Callable[[], Iterable[RunningWrite]]) -> None:
-    """Register a function that returns the running writes."""
+def register_running_writes(find: Callable[[], Iterable[RunningWrite]]) -> None:
+    """Register a function that returns the running writes. `_save.running_saves` does, when it is imported."""
     _finders.append(find)
 
 

@@ -1,8 +1,8 @@
-"""Turns data at a path into a checkpoint. All saves publish here; `repair` publishes the second copy of a manifest.
+"""Turns data at a path into a checkpoint. All saves publish here.
 
-    with contextlib.closing(begin(store, save_id, previous, stacks)) as transaction:    # in one process
+    with contextlib.closing(open_transaction(store, save_id, previous, stacks)) as transaction:    # in one process
         …                                                       # every process writes to `transaction.data`
-        transaction.commit(manifest)
+        transaction.commit(manifest, sync=True)
 
 If the block ends without a commit, the data is deleted. After a commit, the checkpoint that it replaces is.
 """
@@ -11,47 +11,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from jaxckpt._model import zarr
-from jaxckpt._model.file_names import COPY, MANIFEST, WRITER, data_folder_of, may_reference_data
+from jaxckpt._model.file_names import COPY, MANIFEST, WRITER, data_folder, data_folder_of, may_reference_data
 from jaxckpt._model.stacks import Stack
+from jaxckpt._store.store import Store
 from jaxckpt.errors import CorruptError, StorageError
-
-if TYPE_CHECKING:
-    from jaxckpt._store.store import Store
 
 
 class Transaction:
     """A save that has a data folder at a path, with a note of its writer."""
 
-    def __init__(
-        self,
-        store: Store,
-        data: str,
-        previous: bytes | None,
-        handle: int | None = None,
-        *,
-        has_created_path: bool = False,
-    ) -> None:
-        """`handle` is the file that is locked while the writer is alive. With `has_created_path`, the folder of the
-        checkpoint did not exist before."""
+    def __init__(self, store: Store, save_id: str, previous: bytes | None, *, is_spread: bool = False) -> None:
+        """Create the data folder. Raises StorageError."""
         self.store = store
-        self.data = data
+        self.data = data_folder(save_id)
         """Name of the data folder."""
 
         self.previous = previous
         """The manifest that the commit replaces."""
 
-        self.handle = handle
+        self.handle, self._has_created_path = store.begin_save(save_id, previous)
         self.has_leftovers = False
         """Whether there is data whose writer may be alive. After the commit, that writer cannot publish."""
 
-        self.is_shared = False
+        self.is_spread = is_spread
         """Whether other processes have parts of this checkpoint in folders of their own, and may publish it at any
         moment. Nothing is deleted then; the next save does that."""
 
-        self._has_created_path = has_created_path
         self._is_committed = False
         self._is_closed = False
 
@@ -72,7 +59,7 @@ class Transaction:
         if self._is_closed:
             return
         self._is_closed = True
-        is_final = self._is_committed and not self.is_shared
+        is_final = self._is_committed and not self.is_spread
         old = None if self.previous is None or not is_final else data_folder_of(self.previous)
         if old is not None:
             # Before the note of this writer, so that the copies never leave open which save was the last.
@@ -91,7 +78,7 @@ class Transaction:
         store = self.store
         try:
             # An error may come after the manifest was published.
-            if self._is_committed or self.is_shared or may_reference_data(store.read(MANIFEST), self.data):
+            if self._is_committed or self.is_spread or may_reference_data(store.read(MANIFEST), self.data):
                 store.remove(f"{self.data}/{WRITER}")
             else:
                 store.discard(self.data)
@@ -102,23 +89,21 @@ class Transaction:
                 store.unlock(self.handle)
 
 
-def begin(store: Store, save_id: str, previous: bytes | None, stacks: Iterable[Stack]) -> Transaction:
+def open_transaction(store: Store, save_id: str, previous: bytes | None, stacks: Iterable[Stack]) -> Transaction:
     """Sweep the remains of dead saves, and create a data folder, with every stack's zarr.json, for a save that will
     replace the manifest `previous`.
 
     Raises StorageError.
     """
     has_leftovers = store.sweep(None if previous is None else data_folder_of(previous))
-    transaction = _create_arrays(store.begin_save(save_id, previous), stacks)
+    transaction = _create_arrays(Transaction(store, save_id, previous), stacks)
     transaction.has_leftovers = has_leftovers
     return transaction
 
 
-def begin_own(store: Store, save_id: str, stacks: Iterable[Stack]) -> Transaction:
+def open_own_transaction(store: Store, save_id: str, stacks: Iterable[Stack]) -> Transaction:
     """The same in the folder of one process of several that publish the checkpoint, each in its own folder."""
-    transaction = store.begin_save(save_id, store.read(MANIFEST))
-    transaction.is_shared = True
-    return _create_arrays(transaction, stacks)
+    return _create_arrays(Transaction(store, save_id, store.read(MANIFEST), is_spread=True), stacks)
 
 
 def _create_arrays(transaction: Transaction, stacks: Iterable[Stack]) -> Transaction:

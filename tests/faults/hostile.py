@@ -89,7 +89,7 @@ def crc(content: bytes) -> bytes:
 
 def valid_object(stack: Stack) -> tuple[bytes, str]:
     """An object that contains all its chunks, filled with zeros, and its digest."""
-    n_bytes = math.prod(stack.chunk) * stack.itemsize
+    n_bytes = math.prod(stack.chunk_sides) * stack.itemsize
     chunk = bytes(n_bytes) if stack.compression is None else zstd_zeros(n_bytes)
     chunk += crc(chunk)
     count = stack.chunks_per_object
@@ -126,8 +126,8 @@ def mend(path: Path, manifest: dict[str, Any]) -> None:
                 continue
             folder.mkdir(parents=True)
             (folder / "zarr.json").write_bytes(text)
-            count = math.prod(-(-n // side) for n, side in zip(stack.array_shape, stack.object, strict=True))
-            sizes = (stack.chunk_stored_bytes, math.prod(stack.object) * stack.itemsize, stack.index_bytes)
+            count = math.prod(-(-n // side) for n, side in zip(stack.array_shape, stack.object_sides, strict=True))
+            sizes = (stack.chunk_stored_bytes, math.prod(stack.object_sides) * stack.itemsize, stack.index_bytes)
             if not 0 <= count <= 100 or max(sizes) > 1 << 16:
                 continue
             content, digest = valid_object(stack)

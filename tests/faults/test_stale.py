@@ -18,6 +18,7 @@ import jaxckpt
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._options import Options
 from jaxckpt._store.store_path import store_at
+from jaxckpt._store.transaction import Transaction
 
 pytestmark = pytest.mark.child
 
@@ -81,7 +82,7 @@ def test_the_later_of_two_savers_is_told(gluster: Hosts, overwrite: bool) -> Non
         replace(here, 1)
     store = store_at(there, Options())
     previous = store.read(MANIFEST)
-    with contextlib.closing(store.begin_save("1" * 32, previous)) as transaction:
+    with contextlib.closing(Transaction(store, "1" * 32, previous)) as transaction:
         replace(here, 2)
         with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="another save published"):
             transaction.commit(b"{}", sync=False)

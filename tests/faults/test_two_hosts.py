@@ -330,7 +330,7 @@ class TwoHosts(RuleBasedStateMachine):
             content = self.store.read(MANIFEST)
             if content and id_in(content) not in self.crashed_saves:
                 with contextlib.suppress(JaxckptError):
-                    self.store.publish(f"data-{id_in(content)}", content, content, sync=False)
+                    self.store.republish(f"data-{id_in(content)}", content, content, sync=False)
 
     def _repair(self) -> None:
         try:

@@ -90,9 +90,9 @@ def test_requests_cut_a_box_without_a_chunk_in_two(stack: Stack, data: st.DataOb
     parts = [part for _, part in split_request(3, stack, box, most)]
     assert sum(map(volume, parts)) == volume(box)
     assert all(intersection(part, box) == part for part in parts)
-    chunk = math.prod(stack.chunk) * stack.itemsize
+    chunk = math.prod(stack.chunk_sides) * stack.itemsize
     touched = collections.Counter(
-        tuple(start // side for (start, _), side in zip(part, stack.chunk, strict=True)) for part in parts
+        tuple(start // side for (start, _), side in zip(part, stack.chunk_sides, strict=True)) for part in parts
     )
     assert all(volume(part) * stack.itemsize <= max(most, chunk) for part in parts)
     assert max(touched.values()) == 1

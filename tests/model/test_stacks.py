@@ -178,7 +178,7 @@ def test_a_chunk_spans_leaves_only_if_they_are_tiny(rows: int, shape: tuple[int,
     layout = Layout((1,) * len(shape), ((0,),))
     stack = shape_stack("s", dtype, shape, rows, layout, layout, 64 << 20, Options())
     leaf_bytes = math.prod(shape) * stack.itemsize
-    assert stack.chunk[0] == 1 or leaf_bytes < TINY_BYTES
+    assert stack.chunk_sides[0] == 1 or leaf_bytes < TINY_BYTES
 
 
 @pytest.mark.parametrize(

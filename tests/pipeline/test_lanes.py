@@ -38,10 +38,10 @@ def test_work_runs_in_a_lane_with_the_callers_context() -> None:
     variable = contextvars.ContextVar[str]("variable")
     variable.set("the caller's")
     seen = lanes.run(
-        lambda: (threading.current_thread().name, variable.get(), lanes.is_in_lane()), Watchdog(60)
+        lambda: (threading.current_thread().name, variable.get(), lanes.is_watched()), Watchdog(60)
     ).result()
     assert seen == ("jaxckpt-lane", "the caller's", True)
-    assert not lanes.is_in_lane()
+    assert not lanes.is_watched()
 
 
 def test_a_lane_is_used_again() -> None:

@@ -45,7 +45,7 @@ SHAPES = {"fsdp": (48, 1000), "hybrid": (24, 1000), "columns": (10, 24, 30), "re
 
 PHASES: dict[str, tuple[str, int]] = {
     "sweeping": ("_local_tier.tier.LocalSteps.delete_other_steps", 1),
-    "before the exchange": ("_local_tier.process_folders.begin_own", 1),
+    "before the exchange": ("_local_tier.process_folders.open_own_transaction", 1),
     "writing": ("_store.files.FileWriter.write", 1),
     "before the barrier": ("_local_tier.process_folders.ProcessFolders.publish", 1),
     "publishing": ("_store.folder.Folder.publish", 1),

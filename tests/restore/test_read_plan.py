@@ -119,7 +119,7 @@ def test_each_needed_chunk_is_read_once_and_no_other(
 
 
 def chunk_bytes(stack: Stack, box: Box) -> int:
-    return len(list(chunks_of(stack, box))) * math.prod(stack.chunk) * stack.itemsize
+    return len(list(chunks_of(stack, box))) * math.prod(stack.chunk_sides) * stack.itemsize
 
 
 @given(reads(), host_sizes)
@@ -131,7 +131,7 @@ def test_a_step_stays_within_its_limit_unless_it_is_one_row_of_chunks(
     wanted = sum(_grid.volume((want.rows, *box)) * 4 for want in wants for box in want.boxes)
     assert sum(step.n_bytes for step in steps) == wanted
     for step in steps:
-        chunk_rows = {row // stacks[step.stack].chunk[0] for want in step.wants for row in range(*want.rows)}
+        chunk_rows = {row // stacks[step.stack].chunk_sides[0] for want in step.wants for row in range(*want.rows)}
         assert step.n_bytes <= host_bytes // 4 or len(chunk_rows) == 1
         assert sum(read.n_bytes for read in step.reads) == step.n_bytes
 

@@ -28,6 +28,7 @@ from jaxckpt._model.file_names import COPY, MANIFEST, WRITER
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import store_at
+from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import CheckpointExistsError, DataError, InputError, ManifestError, NotACheckpointError
 
 pytestmark = pytest.mark.child
@@ -238,7 +239,7 @@ def test_a_save_that_was_killed_is_swept(place: str, moment: str) -> None:
     content = at(f"{place}/other").read(MANIFEST) or b""
     save_id = jaxckpt.open(f"{place}/other").save_id
     at(directory).mark("00000001")
-    transaction = at(path).begin_save(save_id, None)
+    transaction = Transaction(at(path), save_id, None)
     at(path).put(f"{transaction.data}/object", b"data")
     at(path).put(f"{transaction.data}/{MANIFEST}", content)  # in a folder, the draft
     at(path).put(f"{transaction.data}/{COPY}", content)
@@ -309,7 +310,7 @@ def test_an_interrupted_overwrite_is_swept(place: str) -> None:
     jaxckpt.save(f"{place}/other", state(2))
     content = at(f"{place}/other").read(MANIFEST) or b""
     store = at(path)
-    transaction = store.begin_save(jaxckpt.open(f"{place}/other").save_id, before)
+    transaction = Transaction(store, jaxckpt.open(f"{place}/other").save_id, before)
     store.publish(transaction.data, content, before, sync=True)  # and the process is killed
     if transaction.handle is not None:
         store.unlock(transaction.handle)

@@ -110,8 +110,8 @@ def test_chunks_tile_objects_and_names_of_stacks_are_unique(leaves: list[ArrayLe
     plan = plan_save(leaves, options, 0, 4)
     assert len({stack.name for stack in plan.stacks}) == len(plan.stacks)
     for stack in plan.stacks:
-        assert all(c >= 1 and o % c == 0 for o, c in zip(stack.object, stack.chunk, strict=True))
-        assert stack.chunks_per_object == math.prod(stack.object) // math.prod(stack.chunk)
+        assert all(c >= 1 and o % c == 0 for o, c in zip(stack.object_sides, stack.chunk_sides, strict=True))
+        assert stack.chunks_per_object == math.prod(stack.object_sides) // math.prod(stack.chunk_sides)
         assert stack.compression == options.compression
 
 
@@ -221,7 +221,7 @@ def test_many_replicas_write_few_objects(processes: int) -> None:
     """Each replica later reads all objects, and object stores limit requests. 4,096 replicas once wrote 40 each."""
     plan = replicated_state(processes)
     assert plan.n_objects <= 2 * _save_plan.SHARED_OBJECTS
-    largest = max(math.prod(stack.object) * stack.itemsize for stack in plan.stacks)
+    largest = max(math.prod(stack.object_sides) * stack.itemsize for stack in plan.stacks)
     assert max(plan.process_bytes) <= sum(plan.process_bytes) / processes + largest
 
 
@@ -249,7 +249,7 @@ def test_small_leaves_are_packed_many_to_an_object(shape: tuple[int, ...]) -> No
     total = 2000 * math.prod(shape) * 4
     assert len(plan.stacks) == 1
     assert plan.n_objects == math.ceil(total / _plan.MAX_PACKED_OBJECT_BYTES)
-    assert math.prod(plan.stacks[0].chunk) * 4 <= max(4 * _plan.TINY_BYTES, math.prod(shape) * 4)
+    assert math.prod(plan.stacks[0].chunk_sides) * 4 <= max(4 * _plan.TINY_BYTES, math.prod(shape) * 4)
 
 
 def test_small_leaves_are_stored_alike_for_any_split_in_one_process() -> None:
@@ -267,7 +267,7 @@ def test_chunks_are_within_pieces_that_are_not_small() -> None:
         held = [(box, process) for _, process, box in layout.placement((side, side))]
         leaves = [ArrayLeaf(number, "bfloat16", (side, side), _grid.layout_of(held, (side, side))) for number in (0, 1)]
         (stack,) = plan_save(leaves, Options(), 0, 1).stacks
-        assert (stack.chunk, stack.object) == (chunk, (2, side, side))
+        assert (stack.chunk_sides, stack.object_sides) == (chunk, (2, side, side))
 
 
 def test_large_pieces_are_separate_objects() -> None:
@@ -296,7 +296,7 @@ def test_a_process_of_a_large_job_lists_only_its_own_objects(fsdp: int, replica:
     plan = of_some[0]
     assert_even(plan)
     assert plan.n_objects == sum(
-        math.prod(-(-n // side) for n, side in zip(stack.array_shape, stack.object, strict=True))
+        math.prod(-(-n // side) for n, side in zip(stack.array_shape, stack.object_sides, strict=True))
         for stack in plan.stacks
     )
     assert sum(plan.process_bytes) == sum(math.prod(leaf.shape) * DTYPES[leaf.dtype].itemsize for leaf in leaves)

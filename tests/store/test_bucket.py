@@ -22,6 +22,7 @@ from jaxckpt._store import bucket as _bucket
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import anchor_of, store_at
 from jaxckpt._store.tensors import ROOT_CONTEXT
+from jaxckpt._store.transaction import Transaction
 
 TREE = {"x": np.arange(1000)}
 
@@ -40,7 +41,7 @@ def manifest_of(save_id: str) -> bytes:
 def begun(store: Store, previous: bytes | None = None) -> tuple[str, bytes]:
     """A save that has written its data: its folder, and the manifest that it would publish."""
     save_id = uuid.uuid4().hex
-    data = store.begin_save(save_id, previous).data
+    data = Transaction(store, save_id, previous).data
     store.put(f"{data}/0000/c/0", b"data")
     return data, manifest_of(save_id)
 

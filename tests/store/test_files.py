@@ -150,9 +150,9 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
         for place, chunk in enumerate(boxes):  # in sequence, each in C order
             assert chunk is not None
             within = tuple(
-                slice(a - s, a - s + c) for (a, _), (s, _), c in zip(chunk, block.box, stack.chunk, strict=True)
+                slice(a - s, a - s + c) for (a, _), (s, _), c in zip(chunk, block.box, stack.chunk_sides, strict=True)
             )
-            size = int(np.prod(stack.chunk))
+            size = int(np.prod(stack.chunk_sides))
             assert np.array_equal(order[within].ravel(), np.arange(place * size, (place + 1) * size))
         touched += numbers
     expected = [n for n in range(stack.chunks_per_object) if intersects(_zarr.chunk_box(stack, index, n), part)]
@@ -160,12 +160,12 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
     touched = []
     for block in blocks:
         assert len(block.numbers) == 1 or len(block.numbers) * stack.chunk_stored_bytes <= most
-        counts = [length // side for length, side in zip(extent(block.box), stack.chunk, strict=True)]
+        counts = [length // side for length, side in zip(extent(block.box), stack.chunk_sides, strict=True)]
         places = np.indices(counts).transpose([0, *(1 + dim for dim in block.slowest)]).reshape(len(counts), -1)
         for number, place in zip(block.numbers, places.T.tolist(), strict=True):
             chunk = tuple(
                 (start + p * c, start + (p + 1) * c)
-                for p, c, (start, _) in zip(place, stack.chunk, block.box, strict=True)
+                for p, c, (start, _) in zip(place, stack.chunk_sides, block.box, strict=True)
             )
             assert intersection(chunk, whole_box(stack.array_shape)) == _zarr.chunk_box(stack, index, number)
         touched += block.numbers
@@ -188,7 +188,7 @@ def test_chunks_are_the_same_however_many_are_gathered_together(stack: Stack, da
     def written(batch_bytes: int) -> tuple[Any, list[bytes]]:
         out = bytearray()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_codec, "BATCH_BYTES", batch_bytes)
+            patch.setattr(_codec, "WRITE_BYTES", batch_bytes)
             record = _codec.encode(
                 stack, index, pieces, lambda buffers: out.extend(b"".join(map(bytes, buffers))), content=True
             )

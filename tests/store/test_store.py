@@ -26,6 +26,7 @@ from jaxckpt._store import folder as _folder
 from jaxckpt._store import storage_errors
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store_path import store_at
+from jaxckpt._store.transaction import Transaction
 
 
 def make(factor: float = 1.0) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
 
 
 def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
-    writer = Folder("", str(tmp_path / "ckpt")).begin_save(live := uuid.uuid4().hex, None)
+    writer = Transaction(Folder("", str(tmp_path / "ckpt")), live := uuid.uuid4().hex, None)
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     assert (tmp_path / "ckpt" / f"data-{live}").is_dir()
     os.close(writer.handle or 0)  # like the death of its process
@@ -90,7 +91,7 @@ def test_the_target_of_a_link_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("note", [b"[1]", b"1", b"[" * 4000])
 def test_a_damaged_note_of_a_writer_does_not_stop_a_save(tmp_path: Path, note: bytes) -> None:
-    Folder("", str(tmp_path / "ckpt")).begin_save(other := uuid.uuid4().hex, None)
+    Transaction(Folder("", str(tmp_path / "ckpt")), other := uuid.uuid4().hex, None)
     (tmp_path / "ckpt" / f"data-{other}" / WRITER).write_bytes(note)
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     assert jaxckpt.restore(tmp_path / "ckpt") == {"x": 1}
@@ -130,7 +131,7 @@ def test_remains_that_cannot_be_deleted_are_reported_as_left(
 ) -> None:
     caplog.set_level(logging.INFO, "jaxckpt")
     store = Folder("", str(tmp_path / "ckpt"))
-    os.close(store.begin_save(uuid.uuid4().hex, None).handle or 0)
+    os.close(Transaction(store, uuid.uuid4().hex, None).handle or 0)
     with monkeypatch.context() as patched:
         patched.setattr(_folder, "remove_folder", lambda *_: None)  # as in another user's folder
         assert store.sweep(None)
@@ -157,7 +158,7 @@ def test_of_two_first_saves_at_the_same_moment_one_fails(
 ) -> None:
     """The other host publishes after this one has found no manifest."""
     one, other = (Folder("", str(tmp_path / "ckpt")) for _ in range(2))
-    data, others = one.begin_save("0" * 32, None).data, other.begin_save("1" * 32, None).data
+    data, others = Transaction(one, "0" * 32, None).data, Transaction(other, "1" * 32, None).data
     link = os.link
 
     def overtaken(*args: Any, **named: Any) -> None:
@@ -203,7 +204,7 @@ def test_a_second_name_of_the_manifest_is_not_written_to(tmp_path: Path) -> None
     data = f"data-{json.loads(content)['save_id']}"
     os.link(manifest, tmp_path / "ckpt" / data / MANIFEST)
     os.link(manifest, tmp_path / "seen by a reader")
-    Folder("", str(tmp_path / "ckpt")).publish(data, b"less", content, sync=True)
+    Folder("", str(tmp_path / "ckpt")).republish(data, b"less", content, sync=True)
     assert manifest.read_bytes() == b"less"
     assert (tmp_path / "seen by a reader").read_bytes() == content
     assert not (tmp_path / "ckpt" / data / MANIFEST).exists()
@@ -235,7 +236,7 @@ def test_a_save_works_while_another_host_deletes_old_data(tmp_path: Path, monkey
 
 def test_a_note_that_cannot_be_read_does_not_count_as_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder("", str(tmp_path / "ckpt"))
-    data = folder.begin_save("0" * 32, None).data
+    data = Transaction(folder, "0" * 32, None).data
 
     def broken(call: Any, path: Any, **named: Any) -> os.stat_result:
         if str(path).endswith(WRITER):

@@ -22,6 +22,7 @@ import jaxckpt
 from jaxckpt._model.file_names import MANIFEST, SEAL, WRITER
 from jaxckpt._store import folder as _folder
 from jaxckpt._store.folder import Folder
+from jaxckpt._store.transaction import Transaction
 
 pytestmark = pytest.mark.child
 
@@ -54,7 +55,7 @@ def test_of_two_first_saves_over_sftp_one_fails(hosts: tuple[Path, Path], monkey
 
     def save(path: Path, save_id: str) -> str | None:
         folder = Folder(str(path), str(path))
-        with contextlib.closing(folder.begin_save(save_id, None)) as transaction:
+        with contextlib.closing(Transaction(folder, save_id, None)) as transaction:
             try:
                 transaction.commit(sealed(save_id), sync=False)
             except jaxckpt.errors.CheckpointExistsError:
@@ -91,7 +92,7 @@ def test_a_file_system_that_hides_open_files_is_named(tmp_path: Path) -> None:
 
 def test_a_writer_is_alive_if_its_lock_cannot_be_seen(hosts: tuple[Path, Path]) -> None:
     one, other = (Folder(str(path), str(path)) for path in hosts)
-    writer = one.begin_save(mine := "0" * 32, None)
+    writer = Transaction(one, mine := "0" * 32, None)
     other.put(f"{writer.data}/object", b"data")
     assert other.sweep(None), "it may still publish"
     other.clear(evict=False)
@@ -102,7 +103,7 @@ def test_a_writer_is_alive_if_its_lock_cannot_be_seen(hosts: tuple[Path, Path]) 
 
 def test_a_dead_save_of_another_host_is_swept_after_the_next_save(hosts: tuple[Path, Path]) -> None:
     """Before, it may still publish, for all that the other host knows."""
-    writer = Folder("", str(hosts[0])).begin_save("0" * 32, None)
+    writer = Transaction(Folder("", str(hosts[0])), "0" * 32, None)
     os.close(writer.handle or 0)  # like the death of its process
     jaxckpt.save(hosts[1], {"w": np.zeros(3)})
     assert not (hosts[1] / writer.data).exists()
@@ -113,7 +114,7 @@ def test_a_save_whose_data_was_taken_for_dead_fails(hosts: tuple[Path, Path], mo
     """As in copies of a virtual machine, whose kernels have the same id."""
     monkeypatch.setattr(_folder, "_shows_lock", lambda note, scope: True)
     one, other = (Folder(str(path), str(path)) for path in hosts)
-    writer = one.begin_save(mine := "0" * 32, None)
+    writer = Transaction(one, mine := "0" * 32, None)
     link = os.link
 
     def overtaken(old: str, new: str, **named: Any) -> None:
@@ -131,8 +132,8 @@ def test_containers_of_one_kernel_see_each_others_locks(tmp_path: Path) -> None:
     """Whatever their host names are. A dead save is swept at once, and a live one is not."""
     (tmp_path / "shared").mkdir()
     program = (
-        "import sys; from jaxckpt._store.folder import Folder;"
-        " print(Folder('', sys.argv[1]).begin_save('0' * 32, None).data, flush=True); sys.stdin.read()"
+        "import sys; from jaxckpt._store.folder import Folder; from jaxckpt._store.transaction import Transaction;"
+        " print(Transaction(Folder('', sys.argv[1]), '0' * 32, None).data, flush=True); sys.stdin.read()"
     )
     with mounts.sshfs(tmp_path / "shared", tmp_path / "mount") as mount:
         store = Folder("", str(mount.path / "ckpt"))

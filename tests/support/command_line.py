@@ -51,7 +51,7 @@ def backdate(path: str) -> None:
     store = store_at(path, Options())
     manifest, content = load_manifest(store)
     dated = manifests.msgspec.structs.replace(manifest, created=SAVED.isoformat())
-    store.publish(manifest.data_folder, manifests.encode(dated), content, sync=False)
+    store.republish(manifest.data_folder, manifests.encode(dated), content, sync=False)
 
 
 def state(step: int) -> Any:

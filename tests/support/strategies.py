@@ -55,7 +55,7 @@ def stacks(draw: st.DrawFn) -> Stack:
 
 
 def chunks_of(stack: Stack, box: Box) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(*side) for side in touched_cells(box, stack.chunk)))
+    return itertools.product(*(range(*side) for side in touched_cells(box, stack.chunk_sides)))
 
 
 @st.composite

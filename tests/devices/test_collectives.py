@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt._job.call import CollectiveCalls
+from jaxckpt._devices.interconnect import CollectiveCalls
 from jaxckpt.errors import PeerFailedError
 
 
