@@ -12,17 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._model.grid import (
-    Box,
-    IntArray,
-    Layout,
-    Spec,
-    layout_of,
-    mesh_layout,
-    spec_box,
-    spec_boxes,
-    spec_of,
-)
+from jaxckpt._model.grid import Box, IntArray, Layout, Spec, layout_of, mesh_layout, spec_box, spec_boxes, spec_of
 from jaxckpt._model.records import LayoutRecord, Manifest, MeshRecord, SavedLeaf
 from jaxckpt._options import StagingMemory
 from jaxckpt.errors import InputError, LayoutError, SpecError

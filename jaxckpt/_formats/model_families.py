@@ -454,11 +454,7 @@ def _t5(table: str, part: str, layers: str) -> Tower:
 def _whisper(table: str, part: str) -> Tower:
     sizes = zip(_SIZES, ("d_model", f"{part}_attention_heads", f"{part}_layers"), strict=True)
     return Tower(
-        table=table,
-        prefixes=(f"model.{part}.", f"{part}."),
-        target=f"{part}/",
-        keys=dict(sizes),
-        settings=_TIED,
+        table=table, prefixes=(f"model.{part}.", f"{part}."), target=f"{part}/", keys=dict(sizes), settings=_TIED
     )
 
 
@@ -511,10 +507,7 @@ FAMILIES: Mapping[str, Sequence[Tower]] = {
     "clip": (_CLIP_TEXTS, _CLIP_IMAGES),
     "clip_text_model": (replace(_CLIP_TEXTS, config=""),),
     "clip_vision_model": (replace(_CLIP_IMAGES, config=""),),
-    "t5": (
-        _t5(_T5_ENCODER, "encoder", "num_layers"),
-        _t5(_T5_DECODER, "decoder", "num_decoder_layers num_layers"),
-    ),
+    "t5": (_t5(_T5_ENCODER, "encoder", "num_layers"), _t5(_T5_DECODER, "decoder", "num_decoder_layers num_layers")),
     "whisper": (_whisper(_WHISPER_ENCODER, "encoder"), _whisper(_WHISPER_DECODER, "decoder")),
 }
 """The towers of each family, by the model_type in config.json."""

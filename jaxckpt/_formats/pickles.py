@@ -18,14 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from jaxckpt._formats.byte_reader import LocatedBytes
-from jaxckpt._formats.pickle_machine import (
-    AllowedFunction,
-    Global,
-    Machine,
-    OpaqueObject,
-    Unbuilt,
-    insert,
-)
+from jaxckpt._formats.pickle_machine import AllowedFunction, Global, Machine, OpaqueObject, Unbuilt, insert
 from jaxckpt._formats.shards import FileData, Swapped, f_strides
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.paths import escape_key

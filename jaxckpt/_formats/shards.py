@@ -16,17 +16,7 @@ from typing import cast
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import (
-    Box,
-    Spec,
-    extent,
-    flat_boxes,
-    pieces_along,
-    show_box,
-    spec_box,
-    spec_problem,
-    volume,
-)
+from jaxckpt._model.grid import Box, Spec, extent, flat_boxes, pieces_along, show_box, spec_box, spec_problem, volume
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import MeshRecord
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, InMemoryData, Replicas, Tiled

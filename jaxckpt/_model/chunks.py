@@ -23,11 +23,7 @@ SAMPLE_EVERY_BYTES = 4 << 20
 
 
 def chunks_of(
-    stack: Stack,
-    index: tuple[int, ...],
-    pieces: Pieces,
-    flush: Callable[[], object],
-    batch_bytes: int,
+    stack: Stack, index: tuple[int, ...], pieces: Pieces, flush: Callable[[], object], batch_bytes: int
 ) -> Iterator[tuple[Sequence[int], Bytes]]:
     """All chunks of an object, in groups: (chunk numbers, their data in that order).
 

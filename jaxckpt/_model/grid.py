@@ -355,10 +355,7 @@ def grid_cells(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[tup
         return  # `product` would first list the whole range of every other dimension
     counts = (-(-n // side) for n, side in zip(shape, sides, strict=True))
     for index in itertools.product(*map(range, counts)):
-        yield (
-            index,
-            tuple((i * side, min((i + 1) * side, n)) for i, side, n in zip(index, sides, shape, strict=True)),
-        )
+        yield (index, tuple((i * side, min((i + 1) * side, n)) for i, side, n in zip(index, sides, shape, strict=True)))
 
 
 def touched_cells(box: Box, sides: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -106,13 +106,7 @@ def run_steps(
 class _Reader:
     """Begins the reads of steps."""
 
-    def __init__(
-        self,
-        source: Source,
-        steps: Sequence[ReadStep],
-        delivery: Delivery,
-        budget: Budget,
-    ) -> None:
+    def __init__(self, source: Source, steps: Sequence[ReadStep], delivery: Delivery, budget: Budget) -> None:
         self._source = source
         self._delivery = delivery
         self._budget = budget

@@ -25,15 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._model.grid import (
-    Box,
-    cut_at_chunks,
-    cut_down,
-    hull,
-    intersection,
-    touched_cells,
-    volume,
-)
+from jaxckpt._model.grid import Box, cut_at_chunks, cut_down, hull, intersection, touched_cells, volume
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 
 STEP_BYTES = 64 << 20

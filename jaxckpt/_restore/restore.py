@@ -192,15 +192,7 @@ def restore(
     return run_restore(
         path,
         RestoreRequest(
-            target,
-            mesh,
-            specs,
-            select,
-            rename,
-            strict,
-            dtype=dtype,
-            tied=tied,
-            manifest_sha256=manifest_sha256,
+            target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied, manifest_sha256=manifest_sha256
         ),
         options,
     )
@@ -297,10 +289,7 @@ def _read(
             show_bytes(n_bytes),
             request.mesh.size,
         )
-    with (
-        call.rendezvous("restoring", after_caller=True) as rendezvous,
-        contextlib.ExitStack() as until_all_have_read,
-    ):
+    with call.rendezvous("restoring", after_caller=True) as rendezvous, contextlib.ExitStack() as until_all_have_read:
         if resolved.unproven:
             _require_lossless(source, resolved, call.options, rendezvous, arrivals)
         values = fetch(

@@ -128,11 +128,7 @@ class Wants:
 
 
 def plan_wants(
-    source: Source,
-    forms: Mapping[int, LeafForm],
-    options: Options,
-    processes: Sequence[int],
-    job: Sequence[int],
+    source: Source, forms: Mapping[int, LeafForm], options: Options, processes: Sequence[int], job: Sequence[int]
 ) -> Wants:
     """What these processes of a job need of leaves that do not share rows.
 

@@ -330,13 +330,7 @@ class Saver:
     """Whether a tree has been compared with `keep_last_of`."""
 
     def save(
-        self,
-        step: int,
-        metrics: Mapping[str, Any] | None,
-        destination: RunStep,
-        request: SaveRequest,
-        *,
-        force: bool,
+        self, step: int, metrics: Mapping[str, Any] | None, destination: RunStep, request: SaveRequest, *, force: bool
     ) -> bool:
         """Save a step if it is due. `request` has the caller's arguments. Returns whether it is being saved."""
         decision = self._decide("Checkpointer.save", step, metrics, force=force)

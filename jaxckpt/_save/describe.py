@@ -20,14 +20,7 @@ from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts, 
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, require_mesh, resolve_specs
 from jaxckpt._devices.device_layout import warn_of_orders
-from jaxckpt._devices.shardings import (
-    LayoutTable,
-    key_dtype,
-    memory_kind,
-    named_sharding,
-    process_layout,
-    reduced_axes,
-)
+from jaxckpt._devices.shardings import LayoutTable, key_dtype, memory_kind, named_sharding, process_layout, reduced_axes
 from jaxckpt._model.checks import MAX_TIED
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._model.grid import Layout, Spec, intersect_holders, spec_of
@@ -72,12 +65,7 @@ _HOST = ((0,),)  # the holder of the single cell of a host-local leaf: process 0
 
 
 def describe(
-    tree: Tree,
-    mesh: Mesh | None,
-    specs: Specs,
-    options: Options,
-    subtrees: tuple[str, ...] = (),
-    dtype: Dtypes = None,
+    tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, subtrees: tuple[str, ...] = (), dtype: Dtypes = None
 ) -> Draft:
     """Flatten a tree and decide how each leaf will be stored. TreeError and SpecError list all leaves at fault.
 
@@ -125,9 +113,7 @@ def _choose_casts(leaves: Sequence[Leaf], draft: Draft, dtype: Dtypes, options: 
     """Note which leaves are cast. Raises TreeError that lists all leaves that cannot be cast."""
     castable = [
         Castable(
-            leaf.path,
-            leaf.value,
-            draft.values[number].dtype if record.kind in CASTABLE and not leaf.in_state else None,
+            leaf.path, leaf.value, draft.values[number].dtype if record.kind in CASTABLE and not leaf.in_state else None
         )
         for number, (leaf, record) in enumerate(zip(leaves, draft.records, strict=True))
     ]

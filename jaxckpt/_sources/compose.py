@@ -21,13 +21,7 @@ from jaxckpt._model.records import MAX_INTEGER, LayoutRecord, LeafRecord, Manife
 from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import PYTHON_KINDS, array_of, encode_value
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData, Unreadable
-from jaxckpt.errors import (
-    Problem,
-    TreeError,
-    show_count,
-    show_lines,
-    show_path,
-)
+from jaxckpt.errors import Problem, TreeError, show_count, show_lines, show_path
 
 mark_as_leaf(ForeignArray)
 

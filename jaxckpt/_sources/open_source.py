@@ -104,9 +104,7 @@ def source_at(
     store = unchecked_store_at(location, options)
     await_writes(store)
     return run_watched(
-        f"opening {store.url}",
-        options.timeout_seconds,
-        lambda: _open_source(store, options, manifest_sha256),
+        f"opening {store.url}", options.timeout_seconds, lambda: _open_source(store, options, manifest_sha256)
     )
 
 

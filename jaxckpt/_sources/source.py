@@ -13,13 +13,7 @@ from jaxckpt._model.records import Manifest
 from jaxckpt._pipeline.lanes import operate
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import ArrayReader, Store
-from jaxckpt.errors import (
-    DataError,
-    NotACheckpointError,
-    Problem,
-    show_count,
-    show_path,
-)
+from jaxckpt.errors import DataError, NotACheckpointError, Problem, show_count, show_path
 
 
 class Source(Protocol):

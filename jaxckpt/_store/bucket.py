@@ -27,14 +27,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt._model.file_names import (
-    COPY,
-    MANIFEST,
-    WRITER,
-    data_folder,
-    is_data_folder,
-    may_reference_data,
-)
+from jaxckpt._model.file_names import COPY, MANIFEST, WRITER, data_folder, is_data_folder, may_reference_data
 from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint

@@ -27,11 +27,7 @@ _STALE_SECONDS = 2.0
 _VERIFY_HINT = "run jaxckpt.verify for a list of all damage"
 
 _DAMAGED = ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
-_CODES = {
-    "RESOURCE_EXHAUSTED": errno.ENOSPC,
-    "PERMISSION_DENIED": errno.EACCES,
-    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
-}
+_CODES = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "PERMISSION_DENIED": errno.EACCES, "DEADLINE_EXCEEDED": errno.ETIMEDOUT}
 
 
 def retry_stale(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
