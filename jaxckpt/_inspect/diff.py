@@ -215,6 +215,7 @@ def diff(
         path: pair for path, pair in in_both.items() if len({(_is_text(leaf), leaf.stored_shape) for leaf in pair}) == 1
     }
     total = sum(leaf.nbytes for pair in pairs.values() for leaf in pair)
+    most = min(options.host_bytes // 4, UNIT_BYTES if executor is not None else 4 * UNIT_BYTES)
     if executor is None:
         compare = functools.partial(_compare, lambda: a.source, lambda: b.source, options)
     else:
@@ -226,7 +227,7 @@ def diff(
             _compare, *(Remembered.of(side.open).get for side in elsewhere), elsewhere[0].options
         )
     with display_progress("diff", total, options.progress) as advance:
-        compared = spread(executor, compare, _units(pairs, options), options.timeout_seconds)
+        compared = spread(executor, compare, _units(pairs, most), options.timeout_seconds)
         run_alone(functools.partial(_add_compared, compared, deltas, advance), options.timeout_seconds)
     return Delta(a.source.url, b.source.url, tuple(deltas.values()), a.structure(selector) == b.structure(selector))
 
@@ -287,9 +288,8 @@ _Cut = tuple[str, Box | None]
 """The path of a leaf, and a box of it; None for the whole leaf."""
 
 
-def _units(pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options) -> Iterator[tuple[_Cut, ...]]:
-    """What is compared at a time: whole leaves, and boxes of large ones."""
-    most = min(UNIT_BYTES, options.host_bytes)
+def _units(pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], most: int) -> Iterator[tuple[_Cut, ...]]:
+    """What is compared at a time: whole leaves, and boxes of large ones, about `most` bytes."""
 
     def cuts() -> Iterator[tuple[_Cut, int]]:
         for path, (leaf, other) in pairs.items():

@@ -241,13 +241,12 @@ class Remembered(Generic[T]):
         return made
 
 
-def grouped(sizes: Iterable[tuple[T, int]], most: int | None = None) -> Generator[tuple[T, ...]]:
-    """Consecutive things, given with their bytes, in groups of about `UNIT_BYTES`, or of `most` if that is less."""
-    limit = UNIT_BYTES if most is None else min(UNIT_BYTES, most)
+def grouped(sizes: Iterable[tuple[T, int]], most: int = UNIT_BYTES) -> Generator[tuple[T, ...]]:
+    """Consecutive things, given with their bytes, in groups of about `most` bytes."""
     group: list[T] = []
     n_bytes = 0
     for thing, size in sizes:
-        if group and n_bytes + size > limit:
+        if group and n_bytes + size > most:
             yield tuple(group)
             group, n_bytes = [], 0
         group.append(thing)

@@ -635,7 +635,8 @@ def _repair(store: Store, options: Options) -> list[VerifyReport]:
         return [_restore_manifest(store, options)]
     source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
     lost = run_alone(lambda: _lost_files(source, content), options.timeout_seconds)
-    run_alone(lambda: _write_lost(store, lost, content, sync=options.sync), options.timeout_seconds)
+    repairing = functools.partial(_write_lost, store, lost, content, sync=options.sync)
+    run_alone(lambda: operate(f"repairing {store.url}", repairing), options.timeout_seconds)
     return [run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)] if lost else []
 
 

@@ -293,7 +293,7 @@ def _staged_bytes(stack: Stack, wants: Sequence[WantedRows], region: Region) -> 
 
 
 def _sharing_chunks(wants: Sequence[WantedRows], chunk_rows: int) -> Iterator[list[int]]:
-    """Runs, by number, in groups such that no two groups touch the same row of chunks."""
+    """Wants, by number, in groups such that no two groups touch the same row of chunks."""
     group: list[int] = []
     for number, want in enumerate(wants):
         if group and want.rows[0] // chunk_rows > (wants[group[-1]].rows[1] - 1) // chunk_rows:

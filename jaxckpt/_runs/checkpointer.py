@@ -780,18 +780,24 @@ class Checkpointer(Run):
         of this name."""
         bests = self._directory.policy.keep_best
         best = next((best for best in bests if metric in (None, best.metric) and mode in (None, best.mode)), None)
-        if best is not None:
-            return super().best_step(best.metric, best.mode)
-        if metric is not None and mode is not None:
+        if best is None and metric is not None and mode is not None:
             return super().best_step(metric, mode)
-        if metric is None:
-            rule = "has no rule" if mode is None else f"has no rule with {mode!r}"
-            raise InputError(f"keep_best {rule}: pass a metric and a mode, as in best_step('loss', 'min')")
-        hint = closest_hint(str(metric), [best.metric for best in bests]) or "."
-        raise InputError(
-            f"keep_best has no rule for {metric!r}{hint} For any other metric, pass a mode, as in"
-            f" best_step({metric!r}, 'min')"
-        )
+        if best is None:
+            if metric is None:
+                rule = "has no rule" if mode is None else f"has no rule with {mode!r}"
+                raise InputError(f"keep_best {rule}: pass a metric and a mode, as in best_step('loss', 'min')")
+            hint = closest_hint(str(metric), [best.metric for best in bests]) or "."
+            raise InputError(
+                f"keep_best has no rule for {metric!r}{hint} For any other metric, pass a mode, as in"
+                f" best_step({metric!r}, 'min')"
+            )
+        while True:
+            steps = self.steps()
+            saved = self._directory.saved_steps(steps)  # of each step read once, not at each call
+            self._directory.require_undamaged({*steps} - {step.number for step in saved})
+            step = next(iter(best.steps(saved)), None)
+            if step is None or self._directory.all_exist([step]):
+                return step
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
         """The metrics given to `save` for a step, and those that were added; None for NaN.

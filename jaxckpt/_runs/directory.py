@@ -42,6 +42,7 @@ from jaxckpt._run_folder.steps import (
 )
 from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._sources.open_source import foreign_steps_of
+from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import anchor_of, run_at
 from jaxckpt.errors import (
@@ -50,6 +51,7 @@ from jaxckpt.errors import (
     DataError,
     InputError,
     JaxckptError,
+    NotACheckpointError,
     StorageError,
     show_count,
 )
@@ -196,6 +198,12 @@ class Directory:
                 raise  # it may pass
             _log.warning("step %d does not count for the rules: %s", step, error)
             return None
+
+    def require_undamaged(self, steps: Iterable[int]) -> None:
+        """Raise CorruptError if the manifest of one of these steps is damaged or lost."""
+        for step in steps:
+            with contextlib.suppress(NotACheckpointError):  # deleted in the meantime
+                load_manifest(self.child(step))
 
     def saved_steps(self, steps: list[int]) -> list[SavedStep]:
         """The properties of all steps from their manifests, and the metrics that were added to them."""

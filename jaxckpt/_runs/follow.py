@@ -163,7 +163,7 @@ def follow_steps(
             if found is not None:
                 step, head = found
                 went_back = newest and any(step.number < before.number for before in yielded)
-                if went_back and step_folders(run, above=step.number)[0]:  # published since the listing
+                if went_back and {*step_folders(run, above=step.number)[0]} - {*published}:  # newer than the listing
                     continue
                 yielded = [*([] if newest else kept), _Yielded(step.number, head)]
                 yield step

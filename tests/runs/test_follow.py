@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from processes import RunProcesses
 import jaxckpt
 from jaxckpt._cli.listing import list_checkpoints
 from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._run_folder import leases
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store_path import store_at
 
@@ -315,6 +317,22 @@ def test_a_server_does_not_go_back_to_a_step_that_the_rules_keep(
             checkpoints.delete(130)
     assert jaxckpt.Run(run).steps() == [100, 160]
     assert seen == [130, 160]
+
+
+def test_a_step_that_is_being_deleted_does_not_keep_a_server_from_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(leases, "_DELETION_SECONDS", 0.2)
+    with jaxckpt.Checkpointer(run, options=FAST, background=False) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, state(step))
+        (run / "_run" / "ended.json").unlink(missing_ok=True)
+        steps = jaxckpt.Run(run).follow(newest=True, poll_seconds=0.01, timeout_seconds=1)
+        assert next(steps).number == 30
+        (run / "_run" / "deleting-00000020").write_bytes(b"{}")  # of a process that was killed
+        shutil.rmtree(run / "00000030")
+        assert [step.number for step in steps] == [10]
 
 
 def followed(run: str, change: Callable[[jaxckpt.Checkpointer], None], *, newest: bool) -> list[int]:

@@ -105,6 +105,15 @@ def test_steps_without_metrics_have_no_best_step(tmp_path: Path) -> None:
     assert run.best_step("loss", "min") is None
 
 
+def test_a_new_rule_has_no_best_step_before_its_first_save(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
+        checkpointer.save(1, {"w": 1}, metrics={"acc": 1.0})
+    with jaxckpt.Checkpointer(tmp_path, options=FAST, keep_best=("loss", "min")) as checkpointer:
+        assert checkpointer.best_step() is None
+        checkpointer.save(2, {"w": 2}, metrics={"loss": 1.0})
+        assert checkpointer.best_step() == 2
+
+
 def test_a_mode_is_missing_or_a_metric_is_mistyped(tmp_path: Path) -> None:
     save(tmp_path, 1, keep_best=("loss", "min"))
     with pytest.raises(errors.InputError, match=r"best_step\('los'\) needs mode=.*did you mean 'loss'\?"):
