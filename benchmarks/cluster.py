@@ -69,6 +69,7 @@ from jaxckpt._save.shared_path import PublishResult, compose_manifest
 from jaxckpt._save.write import WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.fetching import objects_to_fetch
+from jaxckpt._store.store import ObjectRecord
 
 SIZES = (64, 4_096, 16_384)
 
@@ -239,7 +240,7 @@ def fetched(job: Job, stacks: Sequence[Stack], reads: Iterable[tuple[int, Sequen
 def shares_of(job: Job, plan: SavePlan) -> list[WrittenShare]:
     """The reports of all processes if each wrote about the same number of objects; lengths and digests are made up."""
     objects = [
-        (number, "/".join(map(str, index)), stored_bytes(stack), f"{order:08x}", "")
+        (number, "/".join(map(str, index)), ObjectRecord(stored_bytes(stack), f"{order:08x}"))
         for number, stack in enumerate(plan.stacks)
         for order, (index, _) in enumerate(stack.objects())
     ]

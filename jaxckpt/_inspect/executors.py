@@ -241,8 +241,9 @@ class Remembered(Generic[T]):
         return made
 
 
-def grouped(sizes: Iterable[tuple[T, int]], most: int = UNIT_BYTES) -> Generator[tuple[T, ...]]:
-    """Consecutive things, given with their bytes, in groups of about `most` bytes."""
+def grouped(sizes: Iterable[tuple[T, int]], most: int | None = None) -> Generator[tuple[T, ...]]:
+    """Consecutive things, given with their bytes, in groups of about `most` bytes, by default `UNIT_BYTES`."""
+    most = UNIT_BYTES if most is None else most
     group: list[T] = []
     n_bytes = 0
     for thing, size in sizes:

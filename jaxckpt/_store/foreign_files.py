@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._store.files import file_system_kinds, read_into
-from jaxckpt._store.storage_errors import UNLISTABLE, translate_os_errors
+from jaxckpt._store.storage_errors import UNLISTABLE, retry_stale, translate_os_errors
 from jaxckpt.errors import DataError, StorageError
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _mode(path: str, *, follow_symlinks: bool = True) -> int:
     """The mode of a path; 0 if it does not exist, or links to itself. Raises StorageError."""
     with translate_os_errors(f"cannot look at {path}"):
         try:
-            return (os.stat(path) if follow_symlinks else os.lstat(path)).st_mode
+            return retry_stale(os.stat, path, follow_symlinks=follow_symlinks).st_mode
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise

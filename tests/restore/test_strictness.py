@@ -805,7 +805,7 @@ def test_a_missing_layout_names_the_ids_of_devices(path: Path) -> None:
     ids = [*range(4), *range(2048, 2052)]
     meshes = [msgspec.structs.replace(mesh, devices=ids) for mesh in saved.meshes]
     moved = msgspec.structs.replace(saved, meshes=meshes)
-    store.publish(saved.data_folder, manifests.encode(moved), content, sync=False)
+    store.republish(saved.data_folder, manifests.encode(moved), content, sync=False)
     with pytest.raises(jaxckpt.errors.LayoutError, match=r"the ids 0–3, 2048–2051; this job has 0–7\n"):
         jaxckpt.restore(path)
 
