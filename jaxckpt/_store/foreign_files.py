@@ -167,7 +167,7 @@ def _mode(path: str, *, follow_symlinks: bool = True) -> int:
     """The mode of a path; 0 if it does not exist, or links to itself. Raises StorageError."""
     with translate_os_errors(f"cannot look at {path}"):
         try:
-            return retry_stale(os.stat, path, follow_symlinks=follow_symlinks).st_mode
+            return retry_stale(os.stat if follow_symlinks else os.lstat, path).st_mode
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
