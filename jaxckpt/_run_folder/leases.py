@@ -235,16 +235,16 @@ class Leases:
 # Pins -----------------------------------------------------------------------------------------------------
 # _run/pin-00000040-best-so-far
 
-_PREFIX = "pin-"
+_PIN = "pin-"
 
 
 def pin_file_name(step: int, name: str) -> str:
-    return f"{_PREFIX}{step_name(step)}-{name}"
+    return f"{_PIN}{step_name(step)}-{name}"
 
 
 def all_pins(run: Store) -> list[tuple[int, str]]:
     """The steps of all pins, each with the pin's name."""
-    fields = (name.removeprefix(_PREFIX).partition("-") for name in run.child(RUN).names() if name.startswith(_PREFIX))
+    fields = (name.removeprefix(_PIN).partition("-") for name in run.child(RUN).names() if name.startswith(_PIN))
     return [(int(step), name) for step, _, name in fields if is_step(step)]
 
 

@@ -154,10 +154,10 @@ def read_run_metadata(run: Store) -> dict[str, Any] | None:
 
 INCIDENTS = "incidents.json"
 
-_MOST = 1000
+_MOST_INCIDENTS = 1000
 """How many incidents are kept: the newest."""
 
-Kind = Literal["failed save", "failed deletion", "unreadable step", "unchanged step"]
+IncidentKind = Literal["failed save", "failed deletion", "unreadable step", "unchanged step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Incident:
     step: int | None
     """The step; None if it concerns no single step."""
 
-    kind: Kind
+    kind: IncidentKind
     """"failed save", "failed deletion", "unreadable step" (refused by a restore), or "unchanged step"."""
 
     reason: str
@@ -191,7 +191,7 @@ class IncidentLog:
         self._require_same_folder = require_same_folder
         self._unwritten: list[Incident] = []
 
-    def add(self, step: int | None, kind: Kind, reason: str) -> None:
+    def add(self, step: int | None, kind: IncidentKind, reason: str) -> None:
         """Note an incident. In a lane."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self._unwritten.append(Incident(step, kind, reason, now))
@@ -210,7 +210,7 @@ class IncidentLog:
                 earlier = []
             # A write whose answer was lost may have succeeded.
             new = [incident for incident in self._unwritten[:written] if incident not in earlier]
-            incidents = [*earlier, *new][-_MOST:]
+            incidents = [*earlier, *new][-_MOST_INCIDENTS:]
             self._run.create_child(RUN).replace(INCIDENTS, msgspec.json.encode(incidents))
         except JaxckptError:  # the next call tries again
             return

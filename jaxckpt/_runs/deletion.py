@@ -39,7 +39,7 @@ from jaxckpt.errors import CorruptError, InputError, NotACheckpointError, Storag
 RULES = "rules.json"
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _AppliedRules(msgspec.Struct, frozen=True):
     rules: str
     existing: list[int]
 
@@ -85,7 +85,7 @@ class ExistingSteps:
 
     def record(self) -> None:
         """Note the rules in the run, so that the next Checkpointer with the same rules gives no notice."""
-        record = _Record(self._rules, sorted(self._steps) if self._keep else [])
+        record = _AppliedRules(self._rules, sorted(self._steps) if self._keep else [])
         try:
             self._run.create_child(RUN).replace(RULES, msgspec.json.encode(record))
         except StorageError:  # the next Checkpointer gives notice again
@@ -94,7 +94,7 @@ class ExistingSteps:
     def _read(self) -> list[int] | None:
         """The steps that the last Checkpointer kept because they existed before it; None if its rules were others."""
         try:
-            record = read_note(self._run, RULES, _Record)
+            record = read_note(self._run, RULES, _AppliedRules)
         except (CorruptError, StorageError):
             return None
         return record.existing if record is not None and record.rules == self._rules else None

@@ -203,7 +203,7 @@ class StepFinder:
 
 Resplit = Callable[[list[Any], int], Sequence[Any]]
 
-_Values = tuple[list[Any], bool]
+_StateValues = tuple[list[Any], bool]
 """Values of processes, and whether there is only this process's own."""
 
 _RESTORING = "restoring each process's own state"
@@ -214,7 +214,7 @@ def restore_process_state(call: Call, source: Store | UnionCheckpoint, name: str
 
     Raises InputError, DataError; DamagedError, in all processes, if a local folder is damaged.
     """
-    found = call.run(functools.partial(_read, call, source, name, resplit is not None))
+    found = call.run(functools.partial(_read_state, call, source, name, resplit is not None))
     if isinstance(found, DamagedError):
         raise found
     items, is_own = found
@@ -232,11 +232,13 @@ def _split_again(resplit: Resplit, name: str, items: list[Any], processes: int) 
     return made
 
 
-def _read(call: Call, source: Store | UnionCheckpoint, name: str, has_resplit: bool) -> _Values | DamagedError:
+def _read_state(
+    call: Call, source: Store | UnionCheckpoint, name: str, has_resplit: bool
+) -> _StateValues | DamagedError:
     """As `_read_values`, or the error that all processes raise. In a lane."""
     with call.rendezvous(_RESTORING) as rendezvous:
         try:
-            found: _Values | DamagedError = _read_values(source, name, has_resplit, call.options, rendezvous)
+            found: _StateValues | DamagedError = _read_values(source, name, has_resplit, call.options, rendezvous)
         except DamagedError as error:
             found = error
         rendezvous.barrier()
@@ -245,7 +247,7 @@ def _read(call: Call, source: Store | UnionCheckpoint, name: str, has_resplit: b
 
 def _read_values(
     source: Store | UnionCheckpoint, name: str, has_resplit: bool, options: Options, rendezvous: Rendezvous
-) -> _Values:
+) -> _StateValues:
     """The value that this process saved; or those of all processes, if their number is different."""
     process, processes = rendezvous.call.index, rendezvous.call.count
     try:

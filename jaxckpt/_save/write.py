@@ -252,7 +252,7 @@ def _as_written(pending: Pending[ObjectRecord]) -> WrittenObject:
 
 # NaN and infinity -----------------------------------------------------------------------------------------
 
-_BLOCK = 1 << 20
+_CHECKED_ELEMENTS = 1 << 20
 """Elements that are checked at a time."""
 
 
@@ -294,7 +294,10 @@ def _counts(pieces: Pieces) -> dict[int, int]:
 def _count(values: Array, dtype: np.dtype[Any]) -> int:
     """How many values are not finite, checked in blocks, which stay in the cache."""
     flat = values.reshape(-1)
-    return sum(_count_block(flat[start : start + _BLOCK].view(dtype)) for start in range(0, flat.size, _BLOCK))
+    return sum(
+        _count_block(flat[start : start + _CHECKED_ELEMENTS].view(dtype))
+        for start in range(0, flat.size, _CHECKED_ELEMENTS)
+    )
 
 
 def _count_block(block: Array) -> int:
