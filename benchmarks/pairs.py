@@ -113,7 +113,11 @@ def main() -> None:
         then = Path(folder) / "then"
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", then, arguments.commit], check=True)
         try:
-            pairs = [(measured(then, Path(folder)), measured(ROOT, Path(folder))) for _ in range(arguments.pairs)]
+            pairs = list[tuple[Times, Times]]()
+            for number in range(arguments.pairs):
+                order = (then, ROOT)[:: (-1) ** number]
+                times = {tree: measured(tree, Path(folder)) for tree in order}
+                pairs.append((times[then], times[ROOT]))
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", then], check=True)
     print(f"\n{'':28}{'':12}{'now, CPU':>12}{'now : then':>12}{'now':>12}{'now : then':>12}")

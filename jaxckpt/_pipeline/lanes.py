@@ -37,6 +37,9 @@ T = TypeVar("T")
 MAX_IDLE = 8
 """How many lanes wait for work. Starting a thread takes 50 µs, and sometimes Python's switch interval of 5 ms."""
 
+_CLOSING_SECONDS = 0.1
+"""How long an interrupted call waits until its lane has closed its files and its progress bar."""
+
 Request = Callable[[], object]
 """What a lane asks the caller to call. None in its place lets the caller return."""
 
@@ -113,7 +116,7 @@ def run(
         if interrupted is None:
             watchdog.abandon()
             if not isinstance(error, Exception):
-                task.wait(POLL_SECONDS)  # it closes its files and its progress bar
+                task.wait(_CLOSING_SECONDS)
         else:
             interrupted(task, error)
         raise
