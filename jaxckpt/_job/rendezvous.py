@@ -318,11 +318,14 @@ class Rendezvous:
         interval = min(max(5.0, 2 * call.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, call.timeout_seconds / 4)
         try:
             while True:
+                begin = time.monotonic()
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
+                    late = time.monotonic() - begin - interval
                     silence = self._watch_exchange(silence)
-                    if error := call.watchdog.stall_error():  # the others must not wait for a lane that hangs
+                    # The others must not wait for a lane that hangs.
+                    if error := call.watchdog.stall_error(late):
                         self._post_failure(error)
                         self._posts.put(None)
                         continue

@@ -168,8 +168,10 @@ def begin(work: Callable[[], T]) -> Task[T]:
 
 def await_end(task: Task[T], watchdog: Watchdog) -> None:
     """Wait until a task has ended, or its storage has stalled."""
-    while not task.wait(min(POLL_SECONDS, watchdog.seconds / 4)):
-        if watchdog.stall_error():
+    poll = min(POLL_SECONDS, watchdog.seconds / 4)
+    while True:
+        begin = time.monotonic()
+        if task.wait(poll) or watchdog.stall_error(time.monotonic() - begin - poll):
             return
         if isinstance(task, _LaneTask) and not task.has_begun:  # an interrupt prevented that
             _start(task)
@@ -180,17 +182,21 @@ def _wait(task: Task[T], watchdog: Watchdog, requests: SimpleQueue[Request | Non
     while True:
         poll = min(POLL_SECONDS, watchdog.seconds / 4)
         left = poll if until is None else min(poll, until - time.monotonic())
+        begin = time.monotonic()
         try:
             request = requests.get(timeout=max(0.0, left))
         except Empty:
+            request = None
             if task.done() or left <= 0:
                 return
         else:
             if request is None:
                 return
+        late = time.monotonic() - begin - left
+        if request is not None:
             request()
             request = None  # it may hold much memory
-        if error := watchdog.stall_error():  # also while the lane reports that nothing moves
+        if error := watchdog.stall_error(late):  # also while the lane reports that nothing moves
             _has_stalled |= isinstance(error, StorageError)  # not if another process has died
             replace_workers()  # these threads may also hang
             raise error

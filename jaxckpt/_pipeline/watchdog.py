@@ -137,8 +137,12 @@ class Watchdog:
         """Note that some bytes have moved."""
         self._since = time.monotonic()
 
-    def stall_error(self) -> JaxckptError | None:
-        """The error of the operation that has stalled or was abandoned, if any."""
+    def stall_error(self, late: float = 0.0) -> JaxckptError | None:
+        """The error of the operation that has stalled or was abandoned, if any. `late` is how many seconds longer than
+        it wanted the calling thread has just waited. If many, the process was suspended, and its storage was not slow:
+        the operation gets its time again."""
+        if late > self.seconds / 2:
+            self.note_progress()
         doing, since = self._operation, self._since
         if self._error is None and doing is not None and time.monotonic() - since >= self.seconds:
             self._error = StorageError(

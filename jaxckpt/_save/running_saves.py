@@ -290,9 +290,10 @@ class RunningSave:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
+            begin = time.monotonic()
             if latch.wait(left):
                 return True
-            if error := self.watchdog.stall_error():
+            if error := self.watchdog.stall_error(time.monotonic() - begin - left):
                 replace_workers()
                 self.end(error)
                 return True

@@ -155,7 +155,7 @@ def test_some_are_stopped(fault: Fault, run_processes: RunProcesses, tmp_path: P
     for number, ((phase, who), every) in enumerate(zip(rounds, by_round(done, len(rounds)), strict=True), 1):
         said = [entry["said"] for process, entry in enumerate(every) if process not in who]
         there = every[0]["there"]
-        if phase in ("plan agreement", "before the barrier", "opening"):  # elsewhere, its own storage has failed
+        if phase in ("plan agreement", "before the barrier", "opening"):  # elsewhere, the others have removed its files
             for process in filter(None, who):
                 assert f"This is process {process}: it was suspended" in every[process]["said"], every
         assert all(entry["after"] == "" for entry in every), every

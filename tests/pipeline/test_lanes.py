@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import run_python
 
 import jaxckpt
 from jaxckpt._pipeline import lanes
@@ -186,3 +187,28 @@ def test_the_main_thread_takes_no_lock_of_logging(tmp_path: Path, caplog: pytest
     threads = {record.thread for record in caplog.records if record.name == "jaxckpt"}
     assert threads
     assert threading.get_ident() not in threads
+
+
+@pytest.mark.child
+def test_a_suspended_process_does_not_blame_its_storage(tmp_path: Path) -> None:
+    """As after Ctrl-Z and fg, or in a virtual machine that was paused."""
+    program = f"""
+import os, signal, subprocess
+import numpy as np
+import jaxckpt
+from jaxckpt._store.files import FileWriter
+
+write = FileWriter.write
+
+def suspended(*arguments, **named):
+    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {{os.getpid()}}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return write(*arguments, **named)
+
+options = jaxckpt.Options(timeout_seconds=1.0)
+FileWriter.write = suspended
+jaxckpt.save({str(tmp_path / "now")!r}, {{"w": np.arange(64)}}, options=options)
+jaxckpt.save_async({str(tmp_path / "later")!r}, {{"w": np.arange(64)}}, options=options).wait()
+"""
+    assert run_python(program, timeout=60) == ""
+    assert (jaxckpt.load_numpy(tmp_path / "later")["w"] == np.arange(64)).all()
