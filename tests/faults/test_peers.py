@@ -300,7 +300,7 @@ EXCHANGES = {"save with an exchange", "shared restore"}
     "n_processes",
     [
         pytest.param(8, marks=pytest.mark.fault(15, "one of 8 processes is killed at a random moment", "", full=10)),
-        pytest.param(64, marks=pytest.mark.fault(15, "1 to 8 of 64 are killed at random moments", "", full=30)),
+        pytest.param(64, marks=pytest.mark.fault(15, "1 to 8 of 64 are killed at random moments", "", full=3)),
     ],
 )
 def test_some_are_killed_at_random_moments(
