@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import log
+from jaxckpt._pipeline.threads import lateness
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._sources.foreign import ForeignCheckpoint
@@ -125,14 +126,17 @@ class _Workers(Generic[T, R]):
     def _is_done(self, future: Future[_Outcome]) -> bool:
         """Wait for a unit. Returns whether it is done: false if no worker has answered for too long."""
         self._answered = max(self._answered, time.monotonic() - self._seconds / 2)  # the caller may have worked itself
-        while not wait([future], _POLL_SECONDS).done:
+        while True:
+            begin = time.monotonic()
+            if wait([future], _POLL_SECONDS).done:
+                return True
+            self._answered += lateness(begin, _POLL_SECONDS)
             if self._executor is None:
                 future.cancel()
                 return False
             self._check()
             if time.monotonic() - self._answered > self._seconds:
                 self._give_up(f"has not finished a unit for {self._seconds:g} s")
-        return True
 
 
 def _show(error: BaseException) -> str:

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.progress import Moved
 from jaxckpt._pipeline.progress import log as _log
-from jaxckpt._pipeline.threads import Task, start_thread
+from jaxckpt._pipeline.threads import Task, lateness, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt.errors import (
     CorruptError,
@@ -322,7 +322,7 @@ class Rendezvous:
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
-                    late = time.monotonic() - begin - interval
+                    late = lateness(begin, interval)
                     silence = self._watch_exchange(silence)
                     # The others must not wait for a lane that hangs.
                     if error := call.watchdog.stall_error(late):

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, start_thread
+from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, lateness, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog, is_in_worker, under
 from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt.errors import StorageError
@@ -171,7 +171,7 @@ def await_end(task: Task[T], watchdog: Watchdog) -> None:
     poll = min(POLL_SECONDS, watchdog.seconds / 4)
     while True:
         begin = time.monotonic()
-        if task.wait(poll) or watchdog.stall_error(time.monotonic() - begin - poll):
+        if task.wait(poll) or watchdog.stall_error(lateness(begin, poll)):
             return
         if isinstance(task, _LaneTask) and not task.has_begun:  # an interrupt prevented that
             _start(task)
@@ -192,7 +192,7 @@ def _wait(task: Task[T], watchdog: Watchdog, requests: SimpleQueue[Request | Non
         else:
             if request is None:
                 return
-        late = time.monotonic() - begin - left
+        late = lateness(begin, left)
         if request is not None:
             request()
             request = None  # it may hold much memory
@@ -291,13 +291,15 @@ def _finish() -> None:
     stops a thread inside JAX's C++ code, for example while it frees arrays, the process aborts."""
     for finish in _finishers:
         finish()
-    until = time.monotonic() + _ABANDONED_SECONDS
+    until, late = time.monotonic() + _ABANDONED_SECONDS, 0.0
     with contextlib.suppress(KeyboardInterrupt):
         while any(
-            watchdog.stall_error() is None or (not watchdog.is_operating and time.monotonic() < until)
+            watchdog.stall_error(late) is None or (not watchdog.is_operating and time.monotonic() < until)
             for watchdog in [*_busy.values()]
         ):
+            begin = time.monotonic()
             time.sleep(0.002)
+            late = lateness(begin, 0.002)
 
 
 def _forget_lanes() -> None:

@@ -98,6 +98,12 @@ class Task(Generic[T]):
             del error  # its traceback holds this frame, and the frames hold the data that was moved
 
 
+def lateness(begin: float, seconds: float) -> float:
+    """How many seconds longer than `seconds` a wait has taken since `begin` on the monotonic clock: for so long, this
+    process was suspended or could not run, and what it waits for is not to blame."""
+    return max(0.0, time.monotonic() - begin - seconds)
+
+
 def start_thread(run: Callable[[], object], name: str) -> None:
     """Start a daemon thread. Raises RuntimeError if the system, or Python during its shutdown, cannot start it."""
 

@@ -72,6 +72,10 @@ def require_responding(folder: str, what: str) -> None:
             raise StorageError(errno.ETIMEDOUT, f"{what} was not tried: the storage of {watchdog.folder} hangs")
 
 
+_LATE_SECONDS = 0.1
+"""Threads are often late by less than this."""
+
+
 class Watchdog:
     """What the threads of a call and those that wait for it tell each other: which storage operation runs, since when
     nothing has moved, whether anybody still wants the result, and whether the program may need the processors."""
@@ -94,6 +98,7 @@ class Watchdog:
 
         self._operation: str | None = None
         self._since = 0.0
+        self._excused = 0.0  # until when this process was suspended
         self._error: JaxckptError | None = None
 
     @property
@@ -138,11 +143,13 @@ class Watchdog:
         self._since = time.monotonic()
 
     def stall_error(self, late: float = 0.0) -> JaxckptError | None:
-        """The error of the operation that has stalled or was abandoned, if any. `late` is how many seconds longer than
-        it wanted the calling thread has just waited. If many, the process was suspended, and its storage was not slow:
-        the operation gets its time again."""
-        if late > self.seconds / 2:
-            self.note_progress()
+        """The error of the operation that has stalled or was abandoned, if any. The time `late`, the `lateness` of the
+        wait that the calling thread has just ended, does not count."""
+        if late > _LATE_SECONDS:
+            now = time.monotonic()
+            begin = max(now - late, self._excused, self._since)  # another thread may have waited at the same time
+            self._excused = now
+            self._since += max(0.0, now - begin)
         doing, since = self._operation, self._since
         if self._error is None and doing is not None and time.monotonic() - since >= self.seconds:
             self._error = StorageError(

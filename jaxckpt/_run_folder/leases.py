@@ -216,13 +216,15 @@ class Leases:
         before, self._seen = self._seen, {}
         self.poll_seconds = TERM_SECONDS / _RENEWALS
         leased = set[int]()
-        for name, note in zip(names, self._folder.read_all(names), strict=True):
+        begin = time.monotonic()  # this process may be suspended while it reads, and the lease renewed
+        notes = self._folder.read_all(names)
+        end = time.monotonic()
+        for name, note in zip(names, notes, strict=True):
             if note is None:  # just released
                 continue
-            now = time.monotonic()
-            content, since = before.get(name, (None, now))
-            since = since if content == note else now
-            if now - since >= _term(note) / 2:
+            content, since = before.get(name, (None, end))
+            since = since if content == note else end
+            if begin - since >= _term(note) / 2:
                 with contextlib.suppress(StorageError):  # it is found expired again by the next pass
                     self._folder.remove(name)
                 continue

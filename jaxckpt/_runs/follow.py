@@ -23,6 +23,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import finish_at_exit
 from jaxckpt._pipeline.progress import log as _log
+from jaxckpt._pipeline.threads import lateness
 from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
@@ -139,6 +140,7 @@ def follow_steps(
     warned = has_waited = False
     yielded: list[_Yielded] = []  # with `newest` only the last one, because an older one may become the newest again
     while True:
+        waited = time.monotonic() - waiting_since  # before the listing, so that nothing is missed
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
         kept = _unchanged(run, yielded)
         last = kept[-1].number if kept else after
@@ -175,10 +177,12 @@ def follow_steps(
                 " latest_step() repeatedly instead"
             )
         has_waited = True
-        waited = time.monotonic() - waiting_since
         if ended or (timeout_seconds is not None and waited >= timeout_seconds):
             return
-        time.sleep(poll_seconds if timeout_seconds is None else min(poll_seconds, timeout_seconds - waited))
+        pause = poll_seconds if timeout_seconds is None else min(poll_seconds, timeout_seconds - waited)
+        begin = time.monotonic()
+        time.sleep(pause)
+        waiting_since += lateness(begin, pause)
 
 
 def _unchanged(run: Store, yielded: Sequence[_Yielded]) -> Sequence[_Yielded]:

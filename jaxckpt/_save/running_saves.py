@@ -7,6 +7,7 @@ therefore not leave the save half done.
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import os
 import reprlib
@@ -25,7 +26,7 @@ from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import set_exit_status
 from jaxckpt._pipeline.progress import Progress
 from jaxckpt._pipeline.progress import log as _log
-from jaxckpt._pipeline.threads import POLL_SECONDS, Latch
+from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, lateness
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt._store.store import register_running_writes
@@ -156,6 +157,8 @@ class RunningSave:
         _saves.append(self)  # here, because an interrupt could end the caller in between
         if self.is_reported:  # its caller had no time to wait until now
             _mark_reported(self)
+        if not self.awaited:
+            lanes.begin(functools.partial(self._await, self._ended, None))  # watches its storage while nobody waits
         try:
             outcome: SaveInfo | BaseException = work(self)
         except BaseException as error:
@@ -293,7 +296,7 @@ class RunningSave:
             begin = time.monotonic()
             if latch.wait(left):
                 return True
-            if error := self.watchdog.stall_error(time.monotonic() - begin - left):
+            if error := self.watchdog.stall_error(lateness(begin, left)):
                 replace_workers()
                 self.end(error)
                 return True

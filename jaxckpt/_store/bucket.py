@@ -35,6 +35,7 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, retry_seconds
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.progress import log, log_kept, log_swept
+from jaxckpt._pipeline.threads import POLL_SECONDS
 from jaxckpt._pipeline.workers import MappedWork, note_progress
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
 from jaxckpt._store.hedging import HedgedKeys, HedgedRead, Server
@@ -758,15 +759,21 @@ class Bucket:
         return result
 
     def _wait(self, pending: _Request[T], seconds: float) -> T:
-        """The result of a request. Logs a warning if it takes long. Raises TimeoutError after `seconds`."""
+        """The result of a request. Logs a warning if it takes long. Raises TimeoutError after `seconds`, of which only
+        those count for which this process was not suspended."""
         if self._is_silent:
             seconds = min(_QUICK_SECONDS, seconds)
-        first_seconds = min(_WARNING_SECONDS, seconds)
-        with contextlib.suppress(TimeoutError):
-            return pending.result(timeout=first_seconds)
-        if first_seconds < seconds:
-            self._warn_once()
-        return pending.result(timeout=seconds - first_seconds)
+        waited = 0.0
+        while True:
+            part = min(POLL_SECONDS, seconds - waited)
+            try:
+                return pending.result(timeout=part)
+            except TimeoutError:
+                waited += part
+                if waited >= seconds:
+                    raise
+            if waited >= _WARNING_SECONDS:
+                self._warn_once()
 
     @property
     def _is_silent(self) -> bool:

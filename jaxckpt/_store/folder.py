@@ -39,6 +39,7 @@ from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange, read_digest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.progress import log_kept, log_swept
+from jaxckpt._pipeline.threads import lateness
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
 from jaxckpt._store.files import (
@@ -348,7 +349,9 @@ class Folder:
                         f"another process has held the lock of {self.folder} for {_LOCK_SECONDS:g} s: look for"
                         " a process that was suspended during a save or a deletion",
                     ) from None
+                begin = time.monotonic()
                 time.sleep(0.005)
+                deadline += lateness(begin, 0.005)
             except OSError:  # a file system without locks
                 return
 

@@ -23,6 +23,7 @@ import jaxckpt
 from jaxckpt._cli.listing import list_checkpoints
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._run_folder import leases
+from jaxckpt._runs import follow
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store_path import store_at
 
@@ -460,3 +461,24 @@ def test_a_reader_without_write_permission_follows_without_leases(
     assert caplog.text.count("read without leases") == 1
     with pytest.raises(jaxckpt.errors.StorageError, match=r"cannot hold step 2 of .*Get permission to write there"):
         jaxckpt.open(tmp_path).hold().__enter__()
+
+
+def test_a_step_that_is_published_while_a_follower_is_suspended_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if suspended just after it has listed the steps, for longer than its timeout."""
+    run, listed = str(tmp_path / "run"), follow.step_folders
+    fill(run, 1)
+    (tmp_path / "run" / "_run" / "ended.json").unlink()
+
+    def suspended(*arguments: Any, **named: Any) -> Any:
+        found = listed(*arguments, **named)
+        if named["above"] == 1:
+            monkeypatch.setattr(follow, "step_folders", listed)
+            fill(run, 2)
+            (tmp_path / "run" / "_run" / "ended.json").unlink()
+            time.sleep(0.4)
+        return found
+
+    monkeypatch.setattr(follow, "step_folders", suspended)
+    assert [step.number for step in jaxckpt.Run(run).follow(timeout_seconds=0.3, poll_seconds=0.1)] == [1, 2]

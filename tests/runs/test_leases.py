@@ -97,6 +97,28 @@ def test_a_lease_that_is_not_renewed_expires(run: str, clock: Clock, monkeypatch
         until(lambda: checkpoints.steps() == [2])
 
 
+def test_no_lease_expires_because_the_deleting_process_was_suspended_while_it_read(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder may have renewed it since it was read."""
+    monkeypatch.setattr(leases, "_renew", lambda *_: None)
+    with jaxckpt.Checkpointer(tmp_path, background=False, options=FAST) as checkpoints:
+        checkpoints.save(1, state(1))
+    found = Leases(store_at(str(tmp_path), FAST))
+    read_all = Folder.read_all
+
+    def suspended(folder: Folder, names: Any) -> Any:
+        read = read_all(folder, names)
+        clock.ahead_seconds += 31  # half the term
+        return read
+
+    with hold(store_at(str(tmp_path), FAST), 1):
+        for reads, held in ((read_all, {1}), (suspended, {1}), (read_all, set[int]())):
+            monkeypatch.setattr(Folder, "read_all", reads)
+            with found.mark_for_deletion([1]) as leased:
+                assert leased == held
+
+
 def test_a_reader_and_a_deletion_that_start_together_detect_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
