@@ -7,7 +7,6 @@ therefore not leave the save half done.
 from __future__ import annotations
 
 import contextlib
-import functools
 import numbers
 import os
 import reprlib
@@ -157,9 +156,9 @@ class RunningSave:
         _saves.append(self)  # here, because an interrupt could end the caller in between
         if self.is_reported:  # its caller had no time to wait until now
             _mark_reported(self)
-        if not self.awaited:
-            lanes.begin(functools.partial(self._await, self._ended, None))  # watches its storage while nobody waits
         try:
+            if not self.awaited:
+                lanes.begin(self._watch)
             outcome: SaveInfo | BaseException = work(self)
         except BaseException as error:
             # The error may be kept for long, so its frames must not hold arrays.
@@ -169,6 +168,11 @@ class RunningSave:
         self.end(outcome)
         if self.awaited or self.is_raised:
             _mark_reported(self)
+
+    def _watch(self) -> None:
+        """Watch its storage while nobody waits. In another lane; if none can start any more, nothing is watched."""
+        if not self._runs_here:
+            self._await(self._ended, None)
 
     def cancel(self, call: Call, error: BaseException) -> None:
         """Cancel it because of an error of its caller, and wait until it has cleaned up. If the checkpoint is already
