@@ -100,8 +100,8 @@ class Task(Generic[T]):
 
 
 def lateness(begin: float, seconds: float) -> float:
-    """How many seconds longer than `seconds` a wait has taken since `begin` on the monotonic clock, if that is much: for
-    so long, this process was suspended or could not run, and what it waits for is not to blame."""
+    """How many seconds longer than `seconds` a wait has taken since `begin` on the monotonic clock, if that is much. For so
+    long, this process was suspended or could not run, and what it waits for is not to blame."""
     late = time.monotonic() - begin - max(0.0, seconds)
     return late if late > _LATE_SECONDS else 0.0
 
