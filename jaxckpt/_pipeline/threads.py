@@ -17,8 +17,10 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 POLL_SECONDS = 0.5
-_LATE_SECONDS = 0.1
 """If an interrupt swallows a wake-up call, the thread that waits for it wakes up at most this many seconds late."""
+
+_LATE_SECONDS = 0.1
+"""A busy machine delays a thread by less than this."""
 
 
 class Latch:
@@ -100,8 +102,8 @@ class Task(Generic[T]):
 
 
 def lateness(begin: float, seconds: float) -> float:
-    """How many seconds longer than `seconds` a wait has taken since `begin` on the monotonic clock, if that is much. For so
-    long, this process was suspended or could not run, and what it waits for is not to blame."""
+    """How many seconds longer than `seconds` a wait has taken since `begin` on the monotonic clock, if that is much.
+    For so long, this process was suspended or could not run, and what it waits for is not to blame."""
     late = time.monotonic() - begin - max(0.0, seconds)
     return late if late > _LATE_SECONDS else 0.0
 
