@@ -153,6 +153,7 @@ def in_buckets(requests: dict[str, int]) -> Iterator[tuple[str, Calls]]:
             bucket.proxy.clear()
             with jaxckpt.Checkpointer(bucket.url) as run:
                 run.restore_or_init(lambda: tree)
+            requests.clear()
             requests.update(bucket.proxy.counted())
 
         yield "a bucket, 100 steps, resume", {"jaxckpt": resume}

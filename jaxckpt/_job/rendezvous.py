@@ -322,10 +322,9 @@ class Rendezvous:
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
-                    late = lateness(begin, interval)
+                    call.watchdog.excuse(lateness(begin, interval))
                     silence = self._watch_exchange(silence)
-                    # The others must not wait for a lane that hangs.
-                    if error := call.watchdog.stall_error(late):
+                    if error := call.watchdog.stall_error():  # the others must not wait for a lane that hangs
                         self._post_failure(error)
                         self._posts.put(None)
                         continue

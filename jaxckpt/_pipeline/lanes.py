@@ -171,7 +171,10 @@ def await_end(task: Task[T], watchdog: Watchdog) -> None:
     poll = min(POLL_SECONDS, watchdog.seconds / 4)
     while True:
         begin = time.monotonic()
-        if task.wait(poll) or watchdog.stall_error(lateness(begin, poll)):
+        if task.wait(poll):
+            return
+        watchdog.excuse(lateness(begin, poll))
+        if watchdog.stall_error():
             return
         if isinstance(task, _LaneTask) and not task.has_begun:  # an interrupt prevented that
             _start(task)
@@ -192,11 +195,11 @@ def _wait(task: Task[T], watchdog: Watchdog, requests: SimpleQueue[Request | Non
         else:
             if request is None:
                 return
-        late = lateness(begin, left)
+        watchdog.excuse(lateness(begin, left))
         if request is not None:
             request()
             request = None  # it may hold much memory
-        if error := watchdog.stall_error(late):  # also while the lane reports that nothing moves
+        if error := watchdog.stall_error():  # also while the lane reports that nothing moves
             _has_stalled |= isinstance(error, StorageError)  # not if another process has died
             replace_workers()  # these threads may also hang
             raise error
@@ -291,15 +294,18 @@ def _finish() -> None:
     stops a thread inside JAX's C++ code, for example while it frees arrays, the process aborts."""
     for finish in _finishers:
         finish()
-    until, late = time.monotonic() + _ABANDONED_SECONDS, 0.0
+    until = time.monotonic() + _ABANDONED_SECONDS
     with contextlib.suppress(KeyboardInterrupt):
         while any(
-            watchdog.stall_error(late) is None or (not watchdog.is_operating and time.monotonic() < until)
+            watchdog.stall_error() is None or (not watchdog.is_operating and time.monotonic() < until)
             for watchdog in [*_busy.values()]
         ):
             begin = time.monotonic()
             time.sleep(0.002)
             late = lateness(begin, 0.002)
+            until += late
+            for watchdog in [*_busy.values()]:
+                watchdog.excuse(late)
 
 
 def _forget_lanes() -> None:

@@ -19,6 +19,9 @@ T = TypeVar("T")
 POLL_SECONDS = 0.5
 """If an interrupt swallows a wake-up call, the thread that waits for it wakes up at most this many seconds late."""
 
+_LATE_SECONDS = 0.1
+"""A busy machine delays a thread by less than this."""
+
 
 class Latch:
     """An event that happens once."""
@@ -99,9 +102,10 @@ class Task(Generic[T]):
 
 
 def lateness(begin: float, seconds: float) -> float:
-    """How many seconds longer than `seconds` a wait has taken since `begin` on the monotonic clock: for so long, this
-    process was suspended or could not run, and what it waits for is not to blame."""
-    return max(0.0, time.monotonic() - begin - seconds)
+    """How many seconds longer than `seconds` a wait has taken since `begin` on the monotonic clock, if that is much.
+    For so long, this process was suspended or could not run, and what it waits for is not to blame."""
+    late = time.monotonic() - begin - max(0.0, seconds)
+    return late if late > _LATE_SECONDS else 0.0
 
 
 def start_thread(run: Callable[[], object], name: str) -> None:

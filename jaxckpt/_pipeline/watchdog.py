@@ -72,10 +72,6 @@ def require_responding(folder: str, what: str) -> None:
             raise StorageError(errno.ETIMEDOUT, f"{what} was not tried: the storage of {watchdog.folder} hangs")
 
 
-_LATE_SECONDS = 0.1
-"""Threads are often late by less than this."""
-
-
 class Watchdog:
     """What the threads of a call and those that wait for it tell each other: which storage operation runs, since when
     nothing has moved, whether anybody still wants the result, and whether the program may need the processors."""
@@ -98,7 +94,9 @@ class Watchdog:
 
         self._operation: str | None = None
         self._since = 0.0
-        self._excused = 0.0  # until when this process was suspended
+        self._excused = 0.0, 0.0, 0.0
+        """The `_since` of an operation, until when time was excused, and how many seconds of it."""
+
         self._error: JaxckptError | None = None
 
     @property
@@ -142,16 +140,22 @@ class Watchdog:
         """Note that some bytes have moved."""
         self._since = time.monotonic()
 
-    def stall_error(self, late: float = 0.0) -> JaxckptError | None:
-        """The error of the operation that has stalled or was abandoned, if any. The time `late`, the `lateness` of the
-        wait that the calling thread has just ended, does not count."""
-        if late > _LATE_SECONDS:
-            now = time.monotonic()
-            begin = max(now - late, self._excused, self._since)  # another thread may have waited at the same time
-            self._excused = now
-            self._since += max(0.0, now - begin)
+    def excuse(self, late: float) -> None:
+        """Do not count the `lateness` of a wait that the calling thread has just ended."""
+        if late:
+            now, since = time.monotonic(), self._since
+            excused_since, until, seconds = self._excused
+            if excused_since != since:
+                until = seconds = 0.0
+            begin = max(now - late, since, until)  # another thread may have waited at the same time
+            self._excused = since, now, seconds + max(0.0, now - begin)
+
+    def stall_error(self) -> JaxckptError | None:
+        """The error of the operation that has stalled or was abandoned, if any."""
         doing, since = self._operation, self._since
-        if self._error is None and doing is not None and time.monotonic() - since >= self.seconds:
+        excused_since, _, excused_seconds = self._excused
+        quiet_seconds = time.monotonic() - since - (excused_seconds if excused_since == since else 0.0)
+        if self._error is None and doing is not None and quiet_seconds >= self.seconds:
             self._error = StorageError(
                 errno.ETIMEDOUT,
                 f"no bytes have moved for {self.seconds:g} s while {doing}: the storage hangs, or is too slow for"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 import weakref
@@ -179,8 +180,9 @@ def follow_steps(
         has_waited = True
         if ended or (timeout_seconds is not None and waited >= timeout_seconds):
             return
-        pause = poll_seconds if timeout_seconds is None else min(poll_seconds, timeout_seconds - waited)
         begin = time.monotonic()
+        left = math.inf if timeout_seconds is None else timeout_seconds - (begin - waiting_since)
+        pause = min(poll_seconds, max(0.0, left))
         time.sleep(pause)
         waiting_since += lateness(begin, pause)
 

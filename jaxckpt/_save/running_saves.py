@@ -25,7 +25,7 @@ from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import set_exit_status
 from jaxckpt._pipeline.progress import Progress
 from jaxckpt._pipeline.progress import log as _log
-from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, lateness
+from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down, lateness
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt._store.store import register_running_writes
@@ -156,9 +156,10 @@ class RunningSave:
         _saves.append(self)  # here, because an interrupt could end the caller in between
         if self.is_reported:  # its caller had no time to wait until now
             _mark_reported(self)
+        if not (self.awaited or is_shutting_down()):
+            with contextlib.suppress(RuntimeError):  # too many threads
+                lanes.begin(self._excuse_suspensions)
         try:
-            if not self.awaited:
-                lanes.begin(self._watch)
             outcome: SaveInfo | BaseException = work(self)
         except BaseException as error:
             # The error may be kept for long, so its frames must not hold arrays.
@@ -169,10 +170,13 @@ class RunningSave:
         if self.awaited or self.is_raised:
             _mark_reported(self)
 
-    def _watch(self) -> None:
-        """Watch its storage while nobody waits. In another lane; if none can start any more, nothing is watched."""
-        if not self._runs_here:
-            self._await(self._ended, None)
+    def _excuse_suspensions(self) -> None:
+        """While nobody waits, note for how long this process is suspended, or its storage would be blamed later. In a
+        lane, but not in its own, which Python may choose during its shutdown."""
+        begin = time.monotonic()
+        while not (self._runs_here or self._settled.wait(POLL_SECONDS)):
+            self.watchdog.excuse(lateness(begin, POLL_SECONDS))
+            begin = time.monotonic()
 
     def cancel(self, call: Call, error: BaseException) -> None:
         """Cancel it because of an error of its caller, and wait until it has cleaned up. If the checkpoint is already
@@ -300,7 +304,8 @@ class RunningSave:
             begin = time.monotonic()
             if latch.wait(left):
                 return True
-            if error := self.watchdog.stall_error(lateness(begin, left)):
+            self.watchdog.excuse(lateness(begin, left))
+            if error := self.watchdog.stall_error():
                 replace_workers()
                 self.end(error)
                 return True

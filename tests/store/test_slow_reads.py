@@ -28,8 +28,8 @@ def be_slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     monkeypatch.setattr(lanes, "POLL_SECONDS", 0.01)
     stall_error = Watchdog.stall_error
 
-    def look(watchdog: Watchdog, late: float = 0.0) -> Any:
-        found = stall_error(watchdog, late)
+    def look(watchdog: Watchdog) -> Any:
+        found = stall_error(watchdog)
         looked.release()
         return found
 
