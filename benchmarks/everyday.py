@@ -52,15 +52,11 @@ def sharded(count: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
     return {f"w{number}": jax.device_put(value, NamedSharding(mesh, P("data"))) for number, value in enumerate(values)}
 
 
-def abstract(tree: dict[str, jax.Array]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in tree.items()}
-
-
 def small_trees(folder: Path) -> Iterator[tuple[str, Calls]]:
     """Ten leaves of 256 bytes."""
     tree, ours, theirs = sharded(10, (8, 8)), folder / "ours", folder / "theirs"
     checkpointer = ocp.PyTreeCheckpointer()
-    target = abstract(tree)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
     arguments = ocp.checkpoint_utils.construct_restore_args(target)
 
     def save(path: Path, write: Callable[[], object]) -> None:

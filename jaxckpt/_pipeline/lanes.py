@@ -186,19 +186,18 @@ def _wait(task: Task[T], watchdog: Watchdog, requests: SimpleQueue[Request | Non
         poll = min(POLL_SECONDS, watchdog.seconds / 4)
         left = poll if until is None else min(poll, until - time.monotonic())
         begin = time.monotonic()
+        request = None
         try:
             request = requests.get(timeout=max(0.0, left))
+            is_over = request is None
         except Empty:
-            request = None
-            if task.done() or left <= 0:
-                return
-        else:
-            if request is None:
-                return
+            is_over = task.done() or left <= 0
+        if is_over:
+            return
         watchdog.excuse(lateness(begin, left))
         if request is not None:
             request()
-            request = None  # it may hold much memory
+            del request  # it may hold much memory
         if error := watchdog.stall_error():  # also while the lane reports that nothing moves
             _has_stalled |= isinstance(error, StorageError)  # not if another process has died
             replace_workers()  # these threads may also hang
@@ -302,10 +301,10 @@ def _finish() -> None:
         ):
             begin = time.monotonic()
             time.sleep(0.002)
-            late = lateness(begin, 0.002)
-            until += late
-            for watchdog in [*_busy.values()]:
-                watchdog.excuse(late)
+            if late := lateness(begin, 0.002):
+                until += late
+                for watchdog in [*_busy.values()]:
+                    watchdog.excuse(late)
 
 
 def _forget_lanes() -> None:

@@ -173,10 +173,11 @@ class RunningSave:
     def _excuse_suspensions(self) -> None:
         """While nobody waits, note for how long this process is suspended, or its storage would be blamed later. In a
         lane, but not in its own, which Python may choose during its shutdown."""
-        begin = time.monotonic()
-        while not (self._runs_here or self._settled.wait(POLL_SECONDS)):
-            self.watchdog.excuse(lateness(begin, POLL_SECONDS))
+        while not self._runs_here:
             begin = time.monotonic()
+            if self._settled.wait(POLL_SECONDS):
+                return
+            self.watchdog.excuse(lateness(begin, POLL_SECONDS))
 
     def cancel(self, call: Call, error: BaseException) -> None:
         """Cancel it because of an error of its caller, and wait until it has cleaned up. If the checkpoint is already
