@@ -276,6 +276,10 @@ def test_slow_staging_does_not_count_as_silence(cases: Cases) -> None:
     assert cases["one_stages_for_longer_than_the_timeout"] == [["fine"]] * 2
 
 
+def test_processes_that_were_suspended_together_do_not_blame_each_other(cases: Cases) -> None:
+    assert cases["all_are_suspended_together"] == [["fine"], ["fine"]]
+
+
 @pytest.mark.parametrize(
     ("case", "leaf"), [("a_missed_call_and_a_number", "step"), ("a_missed_call_and_a_string", "name")]
 )

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import log
-from jaxckpt._pipeline.threads import lateness
+from jaxckpt._pipeline.threads import awake_seconds
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._sources.foreign import ForeignCheckpoint
@@ -80,7 +80,7 @@ class _Workers(Generic[T, R]):
         self._work = work
         self._seconds = seconds
         self._check = check
-        self._answered = time.monotonic()
+        self._answered = awake_seconds()
         self._n_lost = 0
         self._has_done_any = False
 
@@ -108,7 +108,7 @@ class _Workers(Generic[T, R]):
         except Exception as error:  # of the executor: a worker died, or the unit does not pickle
             self._note_lost(error)
             return self._work(unit)
-        self._answered, self._has_done_any = time.monotonic(), True
+        self._answered, self._has_done_any = awake_seconds(), True
         if outcome.error:
             log.info("a worker could not do a unit (%s): this process does it", outcome.error)
             return self._work(unit)
@@ -125,17 +125,15 @@ class _Workers(Generic[T, R]):
 
     def _is_done(self, future: Future[_Outcome]) -> bool:
         """Wait for a unit. Returns whether it is done: false if no worker has answered for too long."""
-        self._answered = max(self._answered, time.monotonic() - self._seconds / 2)  # the caller may have worked itself
+        self._answered = max(self._answered, awake_seconds() - self._seconds / 2)  # the caller may have worked itself
         while True:
-            begin = time.monotonic()
             if wait([future], _POLL_SECONDS).done:
                 return True
-            self._answered += lateness(begin, _POLL_SECONDS)
             if self._executor is None:
                 future.cancel()
                 return False
             self._check()
-            if time.monotonic() - self._answered > self._seconds:
+            if awake_seconds() - self._answered > self._seconds:
                 self._give_up(f"has not finished a unit for {self._seconds:g} s")
 
 
@@ -170,8 +168,8 @@ def spread(
             yield sent, workers.result(sent, future)
     finally:
         running = [future for _, future in left if future is not None and not future.cancel()]
-        until = time.monotonic() + seconds
-        while running and time.monotonic() < until:
+        until = awake_seconds() + seconds
+        while running and awake_seconds() < until:
             running = [future for future in running if not future.done()]
             time.sleep(_POLL_SECONDS if running else 0)
 

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.progress import Moved
 from jaxckpt._pipeline.progress import log as _log
-from jaxckpt._pipeline.threads import Task, lateness, start_thread
+from jaxckpt._pipeline.threads import Task, awake_seconds, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt.errors import (
     CorruptError,
@@ -185,7 +185,7 @@ class Rendezvous:
         the failures of all."""
         self._post("in", self._failure(error))
         self._has_sent = True
-        self._ends = time.monotonic() + self._timeout_seconds(has_joined=True) + _EXCHANGE_SECONDS
+        self._ends = awake_seconds() + self._timeout_seconds(has_joined=True) + _EXCHANGE_SECONDS
         try:
             with self.call.cancellation.paused():
                 self._gather_messages() if self.call.index == 0 else self._await_broadcast()
@@ -318,11 +318,9 @@ class Rendezvous:
         interval = min(max(5.0, 2 * call.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, call.timeout_seconds / 4)
         try:
             while True:
-                begin = time.monotonic()
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
-                    call.watchdog.excuse(lateness(begin, interval))
                     silence = self._watch_exchange(silence)
                     if error := call.watchdog.stall_error():  # the others must not wait for a lane that hangs
                         self._post_failure(error)
@@ -365,8 +363,8 @@ class Rendezvous:
             failures = self._timeout_failures(silent, silence.beats)
             failed = [message for message in map(json.loads, self._read_posted("in").values()) if "error" in message]
             if failed:
-                self._exchange_failed_at = min(self._exchange_failed_at, time.monotonic())
-            if not failures and time.monotonic() > self._exchange_failed_at + _EXCHANGE_SECONDS:
+                self._exchange_failed_at = min(self._exchange_failed_at, awake_seconds())
+            if not failures and awake_seconds() > self._exchange_failed_at + _EXCHANGE_SECONDS:
                 failures = failed
         if failures:
             call.watchdog.abandon(combined_error(failures, self.what))
@@ -392,21 +390,21 @@ class Rendezvous:
 
     def _await_broadcast(self) -> str:
         """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
-        number, since, has_joined = 1, time.monotonic(), not (self.is_first or self.after_caller)
+        number, since, has_joined = 1, awake_seconds(), not (self.is_first or self.after_caller)
         slow, beat = SlowProcesses(self.what, self.call.count), None
         while True:
             self.call.cancellation.check()
             if self.call.index == 1:  # process 0 does not log that it is slow itself
                 slow.log({0: beat})
-            waited, timeout_seconds = time.monotonic() - since, self._timeout_seconds(has_joined)
+            waited, timeout_seconds = awake_seconds() - since, self._timeout_seconds(has_joined)
             # The more processes wait, the less often each asks. All receive a posted text immediately.
             most = min(self.call.count / 16, _LONGEST_POLL_SECONDS, waited, timeout_seconds - waited)
             text = self._get(f"{self.key}/out/{number}", max(most, self.call.count / _REQUESTS_PER_SECOND))
             if text is None:
-                if time.monotonic() - since > timeout_seconds:
+                if awake_seconds() - since > timeout_seconds:
                     self._is_service_lost = True
                     raise combined_error(self._timeout_failures({0: timeout_seconds}, {0: beat}), self.what)
-                if time.monotonic() > self._ends:
+                if awake_seconds() > self._ends:
                     raise TimeoutError
                 continue
             message = json.loads(text)
@@ -420,7 +418,7 @@ class Rendezvous:
                 raise combined_error([message], self.what)
             if "ok" in message:
                 return message["ok"]
-            number, since, has_joined, beat = number + 1, time.monotonic(), True, text
+            number, since, has_joined, beat = number + 1, awake_seconds(), True, text
 
     def _gather_messages(self) -> list[dict[str, Any]]:
         """The messages of the processes, in process order. Raises one error for all that failed or stopped responding.
@@ -455,7 +453,7 @@ class Rendezvous:
             timeouts = {process: self._timeout_seconds(self._has_joined(silence.beats[process])) for process in awaited}
             silent = silence.longer_than(timeouts)
             # After a failed exchange, the processes in which it still runs wait for the outcome, as the failed ones do.
-            if len(silent) == len(awaited) or (silent and self._ends < math.inf) or time.monotonic() > self._ends:
+            if len(silent) == len(awaited) or (silent and self._ends < math.inf) or awake_seconds() > self._ends:
                 for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
                     answers |= self._read_posted(f"in/{min(block) // _BLOCK}")
                 timed_out = {process: timeouts[process] for process in sorted(silent) if process not in answers}
@@ -559,13 +557,13 @@ class Rendezvous:
         while the lane is in an exchange, which may begin during the request."""
         if self.call.runs_service:
             return request()
-        task, begun = Task(request), time.monotonic()  # the process that runs the service may be stopped
+        task, begun = Task(request), awake_seconds()  # the process that runs the service may be stopped
         try:
             start_thread(task.run, "jaxckpt-request")
         except RuntimeError:  # Python 3.12 starts none during its shutdown
             task.run()
         while not task.wait(_POLL_SECONDS):
-            is_late = time.monotonic() - begun > self._timeout_seconds(has_joined=True)
+            is_late = awake_seconds() - begun > self._timeout_seconds(has_joined=True)
             if is_late and (self.call.watchdog.is_exchanging or not in_exchange):
                 raise TimeoutError
         return task.result()
@@ -585,18 +583,18 @@ class _Silence:
         self.beats = dict[int, str | None].fromkeys(processes)
         """The last heartbeat of each process."""
 
-        self._since = dict.fromkeys(self.beats, time.monotonic())
+        self._since = dict.fromkeys(self.beats, awake_seconds())
 
     def note(self, beats: Mapping[int, str]) -> None:
         """Note the last heartbeats."""
-        now = time.monotonic()
+        now = awake_seconds()
         for process, last in self.beats.items():
             if (beat := beats.get(process)) != last:
                 self.beats[process], self._since[process] = beat, now
 
     def longer_than(self, seconds: Mapping[int, float]) -> list[int]:
         """The processes that have been silent for longer than this number of seconds, of those that have one."""
-        now = time.monotonic()
+        now = awake_seconds()
         return [process for process, limit in seconds.items() if now - self._since[process] > limit]
 
 

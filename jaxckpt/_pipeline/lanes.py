@@ -27,7 +27,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, lateness, start_thread
+from jaxckpt._pipeline.threads import POLL_SECONDS, Task, awake_seconds, is_shutting_down, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog, is_in_worker, under
 from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt.errors import StorageError
@@ -169,11 +169,7 @@ def begin(work: Callable[[], T]) -> Task[T]:
 def await_end(task: Task[T], watchdog: Watchdog) -> None:
     """Wait until a task has ended, or its storage has stalled."""
     poll = min(POLL_SECONDS, watchdog.seconds / 4)
-    while True:
-        begin = time.monotonic()
-        if task.wait(poll):
-            return
-        watchdog.excuse(lateness(begin, poll))
+    while not task.wait(poll):
         if watchdog.stall_error():
             return
         if isinstance(task, _LaneTask) and not task.has_begun:  # an interrupt prevented that
@@ -185,7 +181,6 @@ def _wait(task: Task[T], watchdog: Watchdog, requests: SimpleQueue[Request | Non
     while True:
         poll = min(POLL_SECONDS, watchdog.seconds / 4)
         left = poll if until is None else min(poll, until - time.monotonic())
-        begin = time.monotonic()
         request = None
         try:
             request = requests.get(timeout=max(0.0, left))
@@ -194,7 +189,6 @@ def _wait(task: Task[T], watchdog: Watchdog, requests: SimpleQueue[Request | Non
             is_over = task.done() or left <= 0
         if is_over:
             return
-        watchdog.excuse(lateness(begin, left))
         if request is not None:
             request()
             del request  # it may hold much memory
@@ -293,18 +287,13 @@ def _finish() -> None:
     stops a thread inside JAX's C++ code, for example while it frees arrays, the process aborts."""
     for finish in _finishers:
         finish()
-    until = time.monotonic() + _ABANDONED_SECONDS
+    until = awake_seconds() + _ABANDONED_SECONDS
     with contextlib.suppress(KeyboardInterrupt):
         while any(
-            watchdog.stall_error() is None or (not watchdog.is_operating and time.monotonic() < until)
+            watchdog.stall_error() is None or (not watchdog.is_operating and awake_seconds() < until)
             for watchdog in [*_busy.values()]
         ):
-            begin = time.monotonic()
             time.sleep(0.002)
-            if late := lateness(begin, 0.002):
-                until += late
-                for watchdog in [*_busy.values()]:
-                    watchdog.excuse(late)
 
 
 def _forget_lanes() -> None:

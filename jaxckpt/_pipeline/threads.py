@@ -22,6 +22,25 @@ POLL_SECONDS = 0.5
 _LATE_SECONDS = 0.1
 """A busy machine delays a thread by less than this."""
 
+_last_reading = time.monotonic(), 0.0
+"""When `awake_seconds` was last read, on the monotonic clock, and how many seconds it had left out by then."""
+
+
+def awake_seconds() -> float:
+    """A clock that stands still while this process is suspended or cannot run. Whatever is awaited, such as storage or
+    another process, is not to blame for that time.
+
+    Only for times between readings at most `POLL_SECONDS` apart, because it counts no more than that between two. Every
+    wait of a caller for a lane, and every `Latch.wait`, reads it that often.
+    """
+    global _last_reading
+    last, left_out = _last_reading
+    now = time.monotonic()
+    if now - last > POLL_SECONDS + _LATE_SECONDS:
+        left_out += now - last - POLL_SECONDS
+    _last_reading = now, left_out  # without a lock: a thread that sets an old pair leaves out the same time again
+    return now - left_out
+
 
 class Latch:
     """An event that happens once."""
@@ -44,6 +63,7 @@ class Latch:
             try:
                 self._wakeups.get(timeout=left)
             except queue.Empty:
+                awake_seconds()  # keeps it going
                 continue
             self._wakeups.put(None)  # for others that wait
         return True
@@ -99,13 +119,6 @@ class Task(Generic[T]):
             raise error
         finally:
             del error  # its traceback holds this frame, and the frames hold the data that was moved
-
-
-def lateness(begin: float, seconds: float) -> float:
-    """How many seconds longer than `seconds` a wait has taken since `begin` on the monotonic clock, if that is much.
-    For so long, this process was suspended or could not run, and what it waits for is not to blame."""
-    late = time.monotonic() - begin - max(0.0, seconds)
-    return late if late > _LATE_SECONDS else 0.0
 
 
 def start_thread(run: Callable[[], object], name: str) -> None:

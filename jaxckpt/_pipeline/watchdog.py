@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
+from jaxckpt._pipeline.threads import awake_seconds
 from jaxckpt.errors import JaxckptError, StorageError
 
 if TYPE_CHECKING:
@@ -94,9 +95,6 @@ class Watchdog:
 
         self._operation: str | None = None
         self._since = 0.0
-        self._excused = 0.0, 0.0, 0.0
-        """The `_since` of an operation, until when time was excused, and how many seconds of it."""
-
         self._error: JaxckptError | None = None
 
     @property
@@ -113,13 +111,13 @@ class Watchdog:
         """
         self.require_not_stalled()
         outside = self._operation
-        self._operation, self._since = what, time.monotonic()
+        self._operation, self._since = what, awake_seconds()
         try:
             with under(self):
                 yield
             self.require_not_stalled()
         finally:
-            self._operation, self._since = outside, time.monotonic()
+            self._operation, self._since = outside, awake_seconds()
 
     @property
     def is_abandoned(self) -> bool:
@@ -138,23 +136,12 @@ class Watchdog:
 
     def note_progress(self) -> None:
         """Note that some bytes have moved."""
-        self._since = time.monotonic()
-
-    def excuse(self, late: float) -> None:
-        """Do not count the `lateness` of a wait that the calling thread has just ended."""
-        if late:
-            now, since = time.monotonic(), self._since
-            excused_since, until, seconds = self._excused
-            if excused_since != since:
-                until = seconds = 0.0
-            begin = max(now - late, since, until)  # another thread may have waited at the same time
-            self._excused = since, now, seconds + max(0.0, now - begin)
+        self._since = awake_seconds()
 
     def stall_error(self) -> JaxckptError | None:
         """The error of the operation that has stalled or was abandoned, if any."""
         doing, since = self._operation, self._since
-        excused_since, _, excused_seconds = self._excused
-        quiet_seconds = time.monotonic() - since - (excused_seconds if excused_since == since else 0.0)
+        quiet_seconds = awake_seconds() - since  # read in any case: callers that wait keep the clock going with it
         if self._error is None and doing is not None and quiet_seconds >= self.seconds:
             self._error = StorageError(
                 errno.ETIMEDOUT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import finish_at_exit
 from jaxckpt._pipeline.progress import log as _log
-from jaxckpt._pipeline.threads import lateness
+from jaxckpt._pipeline.threads import Latch, awake_seconds
 from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
@@ -137,11 +136,11 @@ def follow_steps(
     term_seconds: float,
 ) -> Generator[Step]:
     """The steps of a run above the number `after`, as they are published. See `Run.follow`."""
-    waiting_since = time.monotonic()
+    waiting_since = awake_seconds()
     warned = has_waited = False
     yielded: list[_Yielded] = []  # with `newest` only the last one, because an older one may become the newest again
     while True:
-        waited = time.monotonic() - waiting_since  # before the listing, so that nothing is missed
+        waited = awake_seconds() - waiting_since  # before the listing, so that nothing is missed
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
         kept = _unchanged(run, yielded)
         last = kept[-1].number if kept else after
@@ -170,7 +169,7 @@ def follow_steps(
                     continue
                 yielded = [*([] if newest else kept), _Yielded(step.number, head)]
                 yield step
-                waiting_since = time.monotonic()
+                waiting_since = awake_seconds()
                 continue
         if not has_waited and any(step.number > last for step in foreign_steps_of(run.url, options)):
             raise InputError(
@@ -180,11 +179,8 @@ def follow_steps(
         has_waited = True
         if ended or (timeout_seconds is not None and waited >= timeout_seconds):
             return
-        begin = time.monotonic()
-        left = math.inf if timeout_seconds is None else timeout_seconds - (begin - waiting_since)
-        pause = min(poll_seconds, max(0.0, left))
-        time.sleep(pause)
-        waiting_since += lateness(begin, pause)
+        left = math.inf if timeout_seconds is None else timeout_seconds - (awake_seconds() - waiting_since)
+        Latch().wait(min(poll_seconds, left))  # a sleep that keeps `awake_seconds` going
 
 
 def _unchanged(run: Store, yielded: Sequence[_Yielded]) -> Sequence[_Yielded]:

@@ -25,7 +25,7 @@ from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import set_exit_status
 from jaxckpt._pipeline.progress import Progress
 from jaxckpt._pipeline.progress import log as _log
-from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down, lateness
+from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt._store.store import register_running_writes
@@ -158,7 +158,7 @@ class RunningSave:
             _mark_reported(self)
         if not (self.awaited or is_shutting_down()):
             with contextlib.suppress(RuntimeError):  # too many threads
-                lanes.begin(self._excuse_suspensions)
+                lanes.begin(self._keep_awake_seconds)
         try:
             outcome: SaveInfo | BaseException = work(self)
         except BaseException as error:
@@ -170,14 +170,11 @@ class RunningSave:
         if self.awaited or self.is_raised:
             _mark_reported(self)
 
-    def _excuse_suspensions(self) -> None:
-        """While nobody waits, note for how long this process is suspended, or its storage would be blamed later. In a
-        lane, but not in its own, which Python may choose during its shutdown."""
-        while not self._runs_here:
-            begin = time.monotonic()
-            if self._settled.wait(POLL_SECONDS):
-                return
-            self.watchdog.excuse(lateness(begin, POLL_SECONDS))
+    def _keep_awake_seconds(self) -> None:
+        """Keep this clock going while nobody waits. In a lane, but not in its own, which Python may choose during its
+        shutdown."""
+        if not self._runs_here:
+            self._settled.wait()
 
     def cancel(self, call: Call, error: BaseException) -> None:
         """Cancel it because of an error of its caller, and wait until it has cleaned up. If the checkpoint is already
@@ -302,10 +299,8 @@ class RunningSave:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
-            begin = time.monotonic()
             if latch.wait(left):
                 return True
-            self.watchdog.excuse(lateness(begin, left))
             if error := self.watchdog.stall_error():
                 replace_workers()
                 self.end(error)

@@ -39,7 +39,7 @@ from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange, read_digest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.progress import log_kept, log_swept
-from jaxckpt._pipeline.threads import lateness
+from jaxckpt._pipeline.threads import awake_seconds
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
 from jaxckpt._store.files import (
@@ -337,21 +337,19 @@ class Folder:
 
     def _lock(self, handle: int) -> None:
         """Lock a folder until the handle is closed or this process dies. A suspended process keeps the lock."""
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = awake_seconds() + _LOCK_SECONDS
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if awake_seconds() > deadline:
                     raise StorageError(
                         errno.ETIMEDOUT,
                         f"another process has held the lock of {self.folder} for {_LOCK_SECONDS:g} s: look for"
                         " a process that was suspended during a save or a deletion",
                     ) from None
-                begin = time.monotonic()
                 time.sleep(0.005)
-                deadline += lateness(begin, 0.005)
             except OSError:  # a file system without locks
                 return
 

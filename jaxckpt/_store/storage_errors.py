@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from jaxckpt._pipeline.lanes import run_watched
+from jaxckpt._pipeline.threads import awake_seconds
 from jaxckpt._pipeline.watchdog import current_watchdog, require_responding
 from jaxckpt.errors import DataError, InputError, JaxckptError, Problem, StorageError, UnsupportedError
 
@@ -37,7 +38,7 @@ def retry_stale(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> 
     by its path a moment ago. `work` must therefore begin with the path. An ESTALE that does not pass is raised as a
     FileNotFoundError, because the file was deleted. It keeps its errno.
     """
-    deadline = time.monotonic() + _STALE_SECONDS
+    deadline = awake_seconds() + _STALE_SECONDS
     pause = 0.005
     while True:
         try:
@@ -45,7 +46,7 @@ def retry_stale(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> 
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-            if time.monotonic() >= deadline:
+            if awake_seconds() >= deadline:
                 raise FileNotFoundError(errno.ESTALE, os.strerror(errno.ESTALE), error.filename) from error
         time.sleep(pause)
         pause = min(2 * pause, 0.2)

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -280,6 +281,19 @@ def one_stages_for_longer_than_the_timeout(folder: str) -> None:
     write.stage = late  # type: ignore[assignment]
     attempt(lambda: jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=jaxckpt.Options(timeout_seconds=2)))
     write.stage = stage  # type: ignore[assignment]
+
+
+@case
+def all_are_suspended_together(folder: str) -> None:
+    """As when the nodes of a job are paused for longer than the timeout."""
+    options = jaxckpt.Options(timeout_seconds=2, max_bytes_per_second=64)
+    pending = jaxckpt.save_async(f"{folder}/c", {"w": rows(0)}, options=options)
+    Path(folder, f"saves-{process_id}").touch()
+    while not Path(folder, f"saves-{1 - process_id}").exists():
+        time.sleep(0.01)
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    attempt(pending.wait)
 
 
 # Processes out of step --------------------------------------------------------------------------------------
