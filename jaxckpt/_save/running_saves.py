@@ -334,9 +334,10 @@ class RunningSave:
             self._info, self.is_published = outcome, True
         else:
             self.error = outcome
-            if not (self.awaited or self._has_waiter or self.is_raised):
+            is_interrupt = not isinstance(outcome, Exception)  # which the caller has raised
+            if not (self.awaited or self._has_waiter or self.is_raised or is_interrupt):
                 what = "was published, but its on_done failed" if self.is_published else "failed"
-                _log.error("%s %s: %s", self.name, what, outcome)
+                _log.error("%s %s: %s", self.name, what, str(outcome) or type(outcome).__name__)
         self._seconds = self._seconds_so_far
         self._ended.set()
         self._settled.set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -97,9 +98,14 @@ def attack(name: str) -> None:
         if tried % 200 == 0:
             gc.collect()
     files = len(os.listdir("/proc/self/fd"))
+    assert not errors, errors  # the caller has the interrupt
     print(json.dumps({"operation": name, "tried": tried, "interrupted": interrupted, "open_files": files}), flush=True)
 
 
+errors: list[str] = []
+handler = logging.Handler(logging.ERROR)
+handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
+logging.getLogger("jaxckpt").addHandler(handler)
 STATES = {step: state(step) for step in range(3)}
 jaxckpt.save(os.path.join(folder, "warm"), STATES[0])
 require_complete(jaxckpt.restore(os.path.join(folder, "warm")), {0})
