@@ -33,7 +33,6 @@ import json
 import logging
 import math
 import queue
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -319,7 +318,7 @@ class Rendezvous:
         try:
             while True:
                 try:
-                    post = self._posts.get(timeout=interval)
+                    post = self._next_post(interval)
                 except queue.Empty:
                     silence = self._watch_exchange(silence)
                     if error := call.watchdog.stall_error():  # the others must not wait for a lane that hangs
@@ -345,6 +344,17 @@ class Rendezvous:
                     seconds = self._timeout_seconds(has_joined=True)
                     reason = combined_error(self._timeout_failures({0: seconds}, {0: None}), self.what)
                 call.watchdog.abandon(reason)
+
+    def _next_post(self, seconds: float) -> tuple[str, str] | None:
+        """The next text to post. Raises queue.Empty after so many seconds; meanwhile, `awake_seconds` keeps going."""
+        until = awake_seconds() + seconds
+        while True:
+            left = until - awake_seconds()
+            try:
+                return self._posts.get(timeout=max(0.0, min(_POLL_SECONDS, left)))
+            except queue.Empty:
+                if left <= _POLL_SECONDS:
+                    raise
 
     def _watch_exchange(self, silence: _Silence | None) -> _Silence | None:
         """While the lane is in an exchange, end the wait for it if another process has died or has long failed. For the
@@ -632,12 +642,12 @@ class SlowProcesses:
     def __init__(self, what: str, count: int) -> None:
         self._what = what
         self._count = count
-        self._begun = time.monotonic()
+        self._begun = awake_seconds()
         self._next = _SLOW_SECONDS
 
     def log(self, beats: Mapping[int, str | None]) -> None:
         """Log these processes, each with its last heartbeat, if it is time."""
-        waited = time.monotonic() - self._begun
+        waited = awake_seconds() - self._begun
         if waited < self._next:
             return
         self._next = 2 * waited

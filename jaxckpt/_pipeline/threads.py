@@ -27,18 +27,18 @@ _last_reading = time.monotonic(), 0.0
 
 
 def awake_seconds() -> float:
-    """A clock that stands still while this process is suspended or cannot run. Whatever is awaited, such as storage or
-    another process, is not to blame for that time.
+    """A clock that leaves out the time for which this process was suspended or could not run. Whatever is awaited, such
+    as storage or another process, is not to blame for it.
 
-    Only for times between readings at most `POLL_SECONDS` apart, because it counts no more than that between two. Every
-    wait of a caller for a lane, and every `Latch.wait`, reads it that often.
+    If a reading comes later than expected after the last one, it counts `POLL_SECONDS` for the time between. So something
+    must read it that often: a caller that waits for a lane does, and `Latch.wait`, and the heartbeats of a job.
     """
     global _last_reading
     last, left_out = _last_reading
     now = time.monotonic()
     if now - last > POLL_SECONDS + _LATE_SECONDS:
         left_out += now - last - POLL_SECONDS
-    _last_reading = now, left_out  # without a lock: a thread that sets an old pair leaves out the same time again
+    _last_reading = now, left_out  # without a lock: a late thread may set the clock back, never forward
     return now - left_out
 
 

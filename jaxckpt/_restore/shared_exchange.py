@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.progress import Report
+from jaxckpt._pipeline.threads import awake_seconds
 from jaxckpt._pipeline.watchdog import PartWatchdog, Watchdog, current_watchdog, under
 from jaxckpt._pipeline.workers import replace_workers, start
 from jaxckpt._restore.read_loop import Delivery, MemoryPool, PendingRead, StepBuffers
@@ -233,7 +233,7 @@ class _OwnReads:
         self._reads = reads
         self._watchdog = watchdog
         self._n_read = 0
-        self._begun = time.monotonic()
+        self._begun = awake_seconds()
         self._ended = self._begun
         self._task = start(self._await_all, watchdog) if watchdog else None
 
@@ -242,7 +242,7 @@ class _OwnReads:
             for _, pending in self._reads:
                 pending.wait()
                 self._n_read += 1
-                self._ended = time.monotonic()
+                self._ended = awake_seconds()
         except StorageError:  # its traceback would hold the reads
             if self._watchdog is None or not self._watchdog.is_abandoned:
                 raise
@@ -256,7 +256,7 @@ class _OwnReads:
         """Wait for them, at most until this many seconds after they began. Raises DataError, StorageError."""
         if self._task is None:
             return
-        left = None if seconds is None else max(0.0, self._begun + seconds - time.monotonic())
+        left = None if seconds is None else max(0.0, self._begun + seconds - awake_seconds())
         if operate(f"reading from {url}", functools.partial(self._task.wait, left)):
             self._task.result()
             self._task = None
@@ -272,7 +272,7 @@ class _OwnReads:
     @property
     def seconds(self) -> float:
         """How long they took, or have taken so far; 0 if there are none."""
-        return (self._ended if self._n_read == len(self._reads) else time.monotonic()) - self._begun
+        return (self._ended if self._n_read == len(self._reads) else awake_seconds()) - self._begun
 
 
 @dataclass(slots=True)

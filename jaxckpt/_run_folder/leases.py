@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Generator, Iterable
 
 from jaxckpt._options import Options, require_seconds
 from jaxckpt._pipeline.lanes import finish_at_exit, run_to_the_end
-from jaxckpt._pipeline.threads import Latch, awake_seconds, start_thread
+from jaxckpt._pipeline.threads import Latch, start_thread
 from jaxckpt._run_folder.steps import RUN, is_published, is_step, step_name
 from jaxckpt._store.store import Store
 from jaxckpt.errors import InputError, NotACheckpointError, StorageError
@@ -158,14 +158,14 @@ def _leased_step_name(name: str) -> str:
 
 def _require_not_deleted(run: Store, folder: Store, step: int) -> None:
     """Raise unless a step is published, and any process that deletes it has seen the lease."""
-    deadline = awake_seconds() + _DELETION_SECONDS
+    deadline = time.monotonic() + _DELETION_SECONDS
     while True:
         marked = folder.read(_mark(step)) is not None
         if not is_published(run, step):
             raise NotACheckpointError(f"{run.url} has no step {step}: it was deleted")
         if not marked:
             return
-        if awake_seconds() > deadline:
+        if time.monotonic() > deadline:
             raise NotACheckpointError(
                 f"step {step} of {run.url} is being deleted, or the process that was deleting it was killed; if so, the"
                 " next Checkpointer that saves into that directory deletes or keeps it"
@@ -216,9 +216,9 @@ class Leases:
         before, self._seen = self._seen, {}
         self.poll_seconds = TERM_SECONDS / _RENEWALS
         leased = set[int]()
-        begin = awake_seconds()  # the notes are read at some time between this and `end`
+        begin = time.monotonic()  # this process may be suspended while it reads, and the lease renewed
         notes = self._folder.read_all(names)
-        end = awake_seconds()
+        end = time.monotonic()
         for name, note in zip(names, notes, strict=True):
             if note is None:  # just released
                 continue

@@ -171,7 +171,7 @@ class RunningSave:
             _mark_reported(self)
 
     def _keep_awake_seconds(self) -> None:
-        """Keep this clock going while nobody waits. In a lane, but not in its own, which Python may choose during its
+        """Keep `awake_seconds` going while nobody waits. In a lane, but not in its own, which Python may choose during its
         shutdown."""
         if not self._runs_here:
             self._settled.wait()
