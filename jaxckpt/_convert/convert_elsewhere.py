@@ -90,7 +90,7 @@ class WrittenElsewhere(SharedPath):
             _ObjectToWrite(obj, plan.stacks[obj.stack], tuple(plan.leaves[obj.stack][slice(*obj.box[0])]))
             for obj in plan.objects
         )
-        indices: dict[int, list[tuple[int, ...]]] = {}
+        keys = list[str]()
         total = sum(obj.n_bytes for obj in plan.objects)
         with (
             display_progress("convert", total, prepared.options.progress) as report,
@@ -101,14 +101,13 @@ class WrittenElsewhere(SharedPath):
             for unit, record in written:
                 prepared.call.cancellation.check()
                 report(unit.obj.n_bytes)
-                indices.setdefault(unit.obj.stack, []).append(unit.obj.index)
+                keys.append(zarr.object_key(unit.stack, unit.obj.index))
                 yield unit.obj.stack, unit.obj.index_key, record
         for name in store.child(folder).names():
             if name.startswith(_ATTEMPT):
                 store.delete(f"{folder}/{name}")
         if options.sync:
-            for stack, stack_indices in indices.items():
-                store.sync_folders(folder, plan.stacks[stack], stack_indices)
+            store.sync_folders(folder, keys)
 
 
 def _without(own: Generator[StagedObject]) -> Generator[StagedObject]:

@@ -16,7 +16,6 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
@@ -113,21 +112,15 @@ class HostCopies:
             if isinstance(copy, jax.Array) and (temporary or id(array) in self._cut):
                 (device,) = array.sharding.device_set
                 budget = self._budgets.setdefault(device, Budget(DEVICE_BYTES))
-                budget.take_until_done(_Copy(weakref.ref(copy), copy.nbytes))
+                budget.take_until_done(copy.nbytes, functools.partial(_await_copy, weakref.ref(copy)))
                 budget.make_room(0)
         self._cut.clear()
         return copies
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A copy to the host that is running. Until it ends, it holds device memory."""
-
-    array: weakref.ref[jax.Array]
-    n_bytes: int
-
-    def wait(self) -> None:
-        jax.block_until_ready(self.array())  # if it no longer exists, it has been written
+def _await_copy(copy: weakref.ref[jax.Array]) -> None:
+    """Wait for a copy to the host, which holds device memory until it is complete."""
+    jax.block_until_ready(copy())  # if it no longer exists, it has been written
 
 
 def start_copies(arrays: Sequence[jax.Array], memory: StagingMemory) -> list[Any]:

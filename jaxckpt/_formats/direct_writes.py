@@ -245,7 +245,7 @@ class ExportStore(Folder):
         stored = super().array_writer(data, stack, sync=False) if stack.name in self.direct.stored else None
         return _PartWriter(self.url, self.direct, stack, stored)
 
-    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
+    def sync_folders(self, data: str, keys: Iterable[str]) -> None:
         """Nothing of a temporary checkpoint need be durable."""
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:

@@ -35,7 +35,7 @@ from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.request import PreparedSave, SaveRequest
 from jaxckpt._save.shared_path import PublishResult, SharedPath, broadcast_start, compose_manifest
 from jaxckpt._save.staging import StagedObjects
-from jaxckpt._save.write import OwnShare, WrittenShare
+from jaxckpt._save.write import WrittenShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, source_at
@@ -135,9 +135,6 @@ class ExportedFolder(SharedPath):
         self._plan_folder = plan_folder
         self._rename = rename
         self._overwrite = require_bool(overwrite, "overwrite")
-        self._draft = contextlib.ExitStack()
-        """Holds the folder of this save's own with the temporary checkpoint. In process 0."""
-
         self._view: Source
         """The tensors of the tree that is saved, once the save has begun."""
 
@@ -163,11 +160,9 @@ class ExportedFolder(SharedPath):
     def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
         return super().plan(with_single_writers([*arrays]), options, process, processes)
 
-    def save(self, share: OwnShare) -> PublishResult:
-        with contextlib.ExitStack() as self._draft:
-            return super().save(share)
-
-    def begin(self, prepared: PreparedSave, stage_first: StagedObjects | None) -> tuple[str, Transaction | None]:
+    def begin(
+        self, prepared: PreparedSave, stage_first: StagedObjects | None, until_saved: contextlib.ExitStack
+    ) -> tuple[str, Transaction | None]:
         call, draft = prepared.call, ""
         with call.rendezvous("preparing the export") as rendezvous:
             if stage_first is not None:
@@ -175,27 +170,22 @@ class ExportedFolder(SharedPath):
             rendezvous.gather("")
             if call.index == 0:
                 with call.watchdog.operation(f"preparing {self._target}"):
-                    draft = self._draft.enter_context(draft_folder(self._target))
+                    draft = until_saved.enter_context(draft_folder(self._target))
             checkpoint = os.path.join(rendezvous.broadcast(draft), "checkpoint")
         self.store = self._store = replace(self._store, folder=checkpoint)
-        save_id, transaction = super().begin(prepared, stage_first)
+        save_id, transaction = super().begin(prepared, stage_first, until_saved)
         folder = os.path.join(checkpoint, data_folder(save_id), "files")
-        try:
-            with call.rendezvous("preparing the files of the export") as rendezvous:
-                source, files = self._planned(prepared)  # raises if the rules do not fit
-                rendezvous.gather("")
-                plan = functools.partial(plan_writes, source, files, prepared.plan, folder)
-                coherent = ""
-                if call.index == 0:
-                    coherent = "yes" if call.count == 1 or is_coherent(checkpoint) else ""
-                    cannot = translate_os_errors(f"cannot write {self._target}")
-                    with call.watchdog.operation(f"preparing {folder}"), cannot:
-                        plan(is_coherent=bool(coherent)).create(files)
-                coherent = broadcast_start(rendezvous, prepared, coherent)
-        except BaseException:
-            if transaction is not None:
-                transaction.close()
-            raise
+        with call.rendezvous("preparing the files of the export") as rendezvous:
+            source, files = self._planned(prepared)  # raises if the rules do not fit
+            rendezvous.gather("")
+            plan = functools.partial(plan_writes, source, files, prepared.plan, folder)
+            coherent = ""
+            if call.index == 0:
+                coherent = "yes" if call.count == 1 or is_coherent(checkpoint) else ""
+                cannot = translate_os_errors(f"cannot write {self._target}")
+                with call.watchdog.operation(f"preparing {folder}"), cannot:
+                    plan(is_coherent=bool(coherent)).create(files)
+            coherent = broadcast_start(rendezvous, prepared, coherent)
         self.store = self._store = replace(self._store, direct=plan(is_coherent=bool(coherent)))
         self._view = source
         return save_id, transaction

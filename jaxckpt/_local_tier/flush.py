@@ -137,7 +137,7 @@ class Flush:
     def _copy(self, manifest: Manifest, rate_limiter: RateLimiter, report: Report) -> None:
         """Copy the files that this process owns, each checked."""
         created_folders = set[str]()
-        indices: dict[int, list[tuple[int, ...]]] = {}
+        keys = list[str]()
         if manifest.process_states:
             key = f"{manifest.data_folder}/{state_file_name(self.call.index)}"
             self.store.put(key, self._read(key), sync=self.options.sync)
@@ -145,7 +145,8 @@ class Flush:
             self.call.cancellation.check()
             rate_limiter.wait(obj.n_bytes, self.call.cancellation.check)
             stack = manifest.decoded_stacks[obj.stack]
-            key = f"{manifest.data_folder}/{zarr.object_key(stack, obj.index)}"
+            keys.append(zarr.object_key(stack, obj.index))
+            key = f"{manifest.data_folder}/{keys[-1]}"
             content = self._read(key)
             _require_unchanged(f"{self.source.url}/{key}", content, stack, obj.index, manifest.stacks[obj.stack])
             folder, _, name = key.rpartition("/")
@@ -153,12 +154,10 @@ class Flush:
                 below = self.store.child(folder) if folder in created_folders else self.store.create_child(folder)
                 below.put(name, content, sync=self.options.sync)
             created_folders.add(folder)
-            indices.setdefault(obj.stack, []).append(obj.index)
             report(obj.n_bytes)
         if self.options.sync:
             with self.call.watchdog.operation(f"syncing {self.store.url}"):
-                for number, object_indices in indices.items():
-                    self.store.sync_folders(manifest.data_folder, manifest.decoded_stacks[number], object_indices)
+                self.store.sync_folders(manifest.data_folder, keys)
 
     def _read(self, key: str) -> bytes:
         content = self.source.read(key)

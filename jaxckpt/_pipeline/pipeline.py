@@ -6,6 +6,7 @@ items ─▶ begin: bytes start to move, in other threads ─▶ their results, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Protocol, TypeVar
@@ -36,24 +37,13 @@ class Moving(Pending[T_co], Protocol[T_co]):
         ...
 
 
-class Transfer(Protocol):
-    """Memory that is in use until a transfer from it is complete."""
-
-    @property
-    def n_bytes(self) -> int: ...
-
-    def wait(self) -> None:
-        """Wait until the transfer is complete."""
-        ...
-
-
 class Budget:
     """A limit of the bytes of host memory that are in use at the same time. An item larger than the limit is alone."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._used_bytes = 0
-        self._transfers = deque[Transfer]()
+        self._transfers = deque[tuple[int, Callable[[], object]]]()
 
     def fits(self, n_bytes: int) -> bool:
         return not self._used_bytes or self._used_bytes + n_bytes <= self._max_bytes
@@ -64,10 +54,10 @@ class Budget:
     def free(self, n_bytes: int) -> None:
         self._used_bytes -= n_bytes
 
-    def take_until_done(self, transfer: Transfer) -> None:
-        """Take the bytes of a transfer until it is complete."""
-        self._used_bytes += transfer.n_bytes
-        self._transfers.append(transfer)
+    def take_until_done(self, n_bytes: int, wait: Callable[[], object]) -> None:
+        """Take the bytes of a transfer until it is complete, for which `wait` waits."""
+        self._used_bytes += n_bytes
+        self._transfers.append((n_bytes, wait))
 
     def make_room(self, n_bytes: int) -> None:
         """Wait for transfers until these bytes fit, as far as possible, and take them."""
@@ -84,9 +74,9 @@ class Budget:
         """Wait for the oldest transfer, and free its bytes. Returns whether there was one."""
         if not self._transfers:
             return False
-        oldest = self._transfers.popleft()
-        oldest.wait()
-        self._used_bytes -= oldest.n_bytes
+        n_bytes, wait = self._transfers.popleft()
+        wait()
+        self._used_bytes -= n_bytes
         return True
 
 
@@ -109,7 +99,7 @@ def pipeline(
     """
     running = deque[tuple[Item, Moving[T]]]()
     try:
-        for item in items:
+        for item in itertools.chain(items, [None]):
             size = 0 if item is None else n_bytes(item)
             while True:
                 # An item that is done is finished first, so that its transfer runs while older ones are awaited.
@@ -127,10 +117,6 @@ def pipeline(
                 begun = begin(item)
                 budget.take(begun.n_bytes)
                 running.append((item, begun))
-        while running:
-            first, moving = running.popleft()
-            yield first, moving.result()
-            budget.free(moving.n_bytes)
         budget.drain()
     finally:
         if join:

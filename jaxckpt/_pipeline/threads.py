@@ -30,8 +30,8 @@ def awake_seconds() -> float:
     """A clock that leaves out the time for which this process was suspended or could not run. Whatever is awaited, such
     as storage or another process, is not to blame for it.
 
-    If a reading comes later than expected after the last one, it counts `POLL_SECONDS` for the time between. So something
-    must read it that often: a caller that waits for a lane does, and `Latch.wait`, and the heartbeats of a job.
+    If a reading comes later than expected after the last one, it counts `POLL_SECONDS` for the time between. So
+    something must read it that often: a caller that waits for a lane does, `Latch.wait`, and the heartbeats of a job.
     """
     global _last_reading
     last, left_out = _last_reading

@@ -40,7 +40,7 @@ from jaxckpt._model.paths import (
     unescape_key,
 )
 from jaxckpt._model.records import Manifest, SavedLeaf
-from jaxckpt._model.select import Rename, Select, Selector, parse_select
+from jaxckpt._model.select import Select, Selector, parse_select
 from jaxckpt._model.tree import (
     Container,
     Structure,
@@ -58,7 +58,7 @@ from jaxckpt._model.tree import (
 from jaxckpt._model.values import KINDS
 from jaxckpt._options import Options, require_bool
 from jaxckpt._restore.differences import AcceptedDifferences, Strict, Strictness, accepting, moved_remedy
-from jaxckpt._rules.rename import Renaming, renamed_tree, require_single_root, selected_from
+from jaxckpt._rules.rename import Renaming, renamed_tree, require_single_root
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt.errors import InputError, Problem, show_path
 
@@ -90,11 +90,6 @@ class RestoreRequest:
 
     initial: Callable[[Sequence[int]], Sequence[Any]] | None = None
     """Creates the leaves of the target with these numbers, for leaves that do not come from the checkpoint."""
-
-    @property
-    def new_names(self) -> Rename | None:
-        """`rename`, unless it is rules."""
-        return None if isinstance(self.rename, Rules) else self.rename
 
     @property
     def rules(self) -> Rules | None:
@@ -173,10 +168,7 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
     The problems are missing and extra leaves. Raises TreeError if an entry of select= or rename= matches nothing.
     """
     select = None if request.select is None else parse_select(request.select)
-    structure, numbers = manifest.tree, manifest.numbers
-    chosen: Sequence[int] = range(len(numbers))
-    if request.new_names is not None or select is not None:
-        structure, numbers, chosen = renamed_tree(manifest, request.new_names, select, selected_from(request.rules))
+    structure, numbers, chosen = renamed_tree(manifest, request.rename, select)
     selected = numbers
     if len(chosen) < len(numbers):
         chosen_numbers = set(chosen)
@@ -185,12 +177,11 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
         require_single_root(manifest, numbers, chosen)
         Strictness.of(request.strict).require_used(structure)
         requests = LeafRequests([*selected], [*selected.values()], [None] * len(selected))
-        return Match(requests, Assembly.of_saved(manifest, structure, chosen, select)), []
+        if select is not None:
+            structure = prune(structure, {number: number for number in chosen}, select)
+        assembly = Assembly(manifest, flatten_values(0)[1], [SavedSubtree(structure)])  # the tree of a single leaf
+        return Match(requests, assembly), []
     return _Comparison(manifest, request, select, structure, numbers, selected).match()
-
-
-class _Missing:
-    """A leaf of the target that the checkpoint should have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +245,11 @@ class _Comparison:
             else self._match_leaf(number, leaf)
             for number, leaf in enumerate(leaves)
         ]
-        missing = [leaf for leaf, outcome in zip(leaves, outcomes, strict=True) if isinstance(outcome, _Missing)]
+        missing = [leaf for leaf, outcome in zip(leaves, outcomes, strict=True) if outcome is None]
         refused = [outcome for outcome in outcomes if isinstance(outcome, _Refused)]
         # No tree is assembled if a leaf is missing or refused, but the problems of all leaves are reported.
         origins = [
-            Kept(leaf.value) if isinstance(outcome, (_Missing, _Refused)) else outcome
+            Kept(leaf.value) if outcome is None or isinstance(outcome, _Refused) else outcome
             for leaf, outcome in zip(leaves, outcomes, strict=True)
         ]
         assembly = Assembly(self.manifest, flatten_values(self.request.target)[1], origins)
@@ -285,8 +276,8 @@ class _Comparison:
         remedies = [*self._remedies(leaves, missing, extra, requests)] if problems else []
         return Match(requests, assembly, remedies, accepted), problems
 
-    def _match_leaf(self, number: int, leaf: Leaf) -> LeafOrigin | _Missing | _Refused:
-        """Where a leaf comes from. `number` is its number in the target."""
+    def _match_leaf(self, number: int, leaf: Leaf) -> LeafOrigin | _Refused | None:
+        """Where a leaf comes from; None if the checkpoint lacks it. `number` is its number in the target."""
         saved = self.selected.get(leaf.path_in(self.selected) if leaf.is_variable else leaf.path)
         if saved is not None:
             return saved
@@ -296,19 +287,19 @@ class _Comparison:
         elif not _is_restorable(leaf.value) and (is_class(leaf.value) or leaf.path in self.containers):
             return _Refused(Problem(leaf.path, unrestorable_reason(leaf.value, is_container=True)))
         if leaf.path in self.containers or self._is_missing(leaf):
-            return _Missing()
+            return None
         if _is_abstract(leaf.value) and self.request.initial is not None:
             return Initialized(number)
         return Kept(leaf.value)
 
-    def _match_object(self, leaf: Leaf, kind: LeafType) -> TargetObject | Kept | _Missing | _Refused:
-        """The saved state for an object of the target. Without one, the object keeps its state if it is not selected,
-        or if the restore is not strict."""
+    def _match_object(self, leaf: Leaf, kind: LeafType) -> TargetObject | Kept | _Refused | None:
+        """The saved state for an object of the target; None if the checkpoint lacks it. Without one, the object keeps
+        its state if it is not selected, or if the restore is not strict."""
         saved = self.nodes.get(leaf.path)
         if saved is None:
             left_out = leaf.path in self.numbers or leaf.path in self.all_containers
             is_missing = self.strict(leaf.path) and not left_out and self._is_selected(leaf.path)
-            return _Missing() if is_missing else Kept(leaf.value)
+            return None if is_missing else Kept(leaf.value)
         numbers = [*numbers_of(saved)]
         left_out = [number for number in numbers if number not in self.path_of]
         if len(left_out) == len(numbers) > 0 or not (numbers or self._is_selected(leaf.path)):
@@ -703,16 +694,6 @@ class Assembly:
 
     origins: Sequence[LeafOrigin]
     """Where each leaf comes from."""
-
-    @classmethod
-    def of_saved(
-        cls, manifest: Manifest, structure: Structure, chosen: Sequence[int], select: Selector | None = None
-    ) -> Assembly:
-        """The saved tree, which has this structure after `rename=`, with only the leaves and empty containers that
-        `select` selects; `chosen` are the numbers of these leaves."""
-        if select is not None:
-            structure = prune(structure, {number: number for number in chosen}, select)
-        return cls(manifest, flatten_values(0)[1], [SavedSubtree(structure)])  # the tree of a single leaf
 
     @property
     def to_initialize(self) -> list[int]:

@@ -6,6 +6,7 @@ each step: buffers ─▶ each read of it: the store's reader fills them ─▶ 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
@@ -234,19 +235,6 @@ class MemoryPool:
             self._free.append(block)
 
 
-@dataclass(frozen=True, slots=True)
-class _ToDevices:
-    """A transfer from a block of memory to devices."""
-
-    n_bytes: int
-    block: Array
-    arrays: list[Any]
-    memory: MemoryPool
-
-    def wait(self) -> None:
-        self.memory.take_back_from(self.arrays, self.block)
-
-
 class StepBuffers:
     """The buffers of a step that is being read."""
 
@@ -304,7 +292,8 @@ class StepBuffers:
             arrays = self._delivery.deliver(self.step, self._buffers)
             if self.step.held_bytes:
                 self._budget.free(self.step.held_bytes)
-                self._budget.take_until_done(_ToDevices(self.step.held_bytes, self._block, arrays, self.memory))
+                in_use = functools.partial(self.memory.take_back_from, arrays, self._block)
+                self._budget.take_until_done(self.step.held_bytes, in_use)
             self._buffers = []
         return not self._n_reads_left
 

@@ -115,26 +115,19 @@ def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved
 
     Raises MismatchError that lists every leaf that cannot be cast.
     """
-    numbers = range(len(manifest.leaves))
-    assembly = Assembly.of_saved(manifest, manifest.tree, numbers)
-    if dtype is None:
-        forms = {number: host_leaf(manifest.leaves[number].kind) for number in numbers}
-        return Resolved(forms, assembly, dict(zip(numbers, manifest.numbers, strict=True)))
-    paths = [*manifest.numbers]
-    match = Match(LeafRequests(paths, numbers, [None] * len(paths)), assembly)
-    policies = resolve_policies(options.cast, paths, (TypedLeaf(manifest, manifest.leaves[n]) for n in numbers))
     request = RestoreRequest(dtype=dtype)
+    match, _ = match_paths(manifest, request)
+    requests = match.requests
+    if dtype is None:
+        forms = {number: host_leaf(manifest.leaves[number].kind) for number in requests.numbers}
+        return Resolved(forms, match.assembly, dict(zip(requests.numbers, requests.paths, strict=True)))
+    leaves = (TypedLeaf(manifest, manifest.leaves[number]) for number in requests.numbers)
+    policies = resolve_policies(options.cast, requests.paths, leaves)
     casts, losses = requested_casts(manifest, match, request, policies)
     if losses:
         _raise_problems(manifest, request, match, losses, [], [])
-    groups = _group(manifest, match.requests, {}, casts, policies)
-    return _resolved(groups, [_host_leaf(group.leaf, group.dtype) for group in groups], match)
-
-
-def _host_leaf(leaf: TypedLeaf, dtype: _Dtype | None) -> LeafForm:
-    """What a leaf is restored as without devices, in a dtype that `dtype=` gives, if any."""
-    form = host_leaf(leaf.kind)
-    return form if dtype is None or leaf.dtype == dtype else replace(form, cast=dtype)
+    groups = _group(manifest, requests, {}, casts, policies)
+    return _resolved(groups, [replace(host_leaf(group.leaf.kind), cast=group.cast) for group in groups], match)
 
 
 def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
@@ -262,6 +255,11 @@ class _Group:
         return self.requests.values[self.indices[0]]
 
     @property
+    def cast(self) -> _Dtype | None:
+        """The dtype that `dtype=` gives them, unless they have it."""
+        return None if self.dtype is None or self.leaf.dtype == self.dtype else self.dtype
+
+    @property
     def paths(self) -> list[str]:
         return [self.requests.paths[index] for index in self.indices]
 
@@ -343,10 +341,7 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 
 def _check(groups: Sequence[_Group]) -> tuple[list[LeafForm | None], list[Problem]]:
     """What each group is restored as, without a sharding yet; None and a problem if the request cannot be satisfied."""
-    forms = [
-        _leaf_form(group.leaf, group.requested, group.policy, group.dtype, has_spec=group.spec is not None)
-        for group in groups
-    ]
+    forms = [_leaf_form(group) for group in groups]
     problems = [
         problem
         for group, form in zip(groups, forms, strict=True)
@@ -356,13 +351,11 @@ def _check(groups: Sequence[_Group]) -> tuple[list[LeafForm | None], list[Proble
     return [None if isinstance(form, _Reason) else form for form in forms], problems
 
 
-def _leaf_form(
-    leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None, *, has_spec: bool
-) -> LeafForm | _Reason:
-    """The form for a leaf of a target, or for None: as it was saved, but on devices if `specs=` has a spec for
-    it. `dtype` overrides the target's."""
-    if dtype is not None and (requested is None or isinstance(requested, (Sharding, Format))):
-        dtype = None if leaf.dtype == dtype else dtype
+def _leaf_form(group: _Group) -> LeafForm | _Reason:
+    """The form for a leaf of a target, or for None: as it was saved, but on devices if `specs=` has a spec for it."""
+    leaf, requested, policy, dtype = group.leaf, group.requested, group.policy, group.dtype
+    if requested is None or isinstance(requested, (Sharding, Format)):
+        dtype = group.cast
     if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and key_dtype(leaf.record.impl or "") is None:
@@ -374,7 +367,7 @@ def _leaf_form(
         if isinstance(requested, Format) and requested.sharding is None:
             return _Reason("is a Format without a sharding in the target")
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
-        if is_value or (requested is None and not leaf.on_devices and not has_spec):
+        if is_value or (requested is None and not leaf.on_devices and group.spec is None):
             return host_leaf(leaf.kind) if dtype is None else LeafForm(leaf.kind, dtype)
         form = _device_leaf(leaf, requested, dtype, leaf.record.weak and dtype is None, policy)
         if isinstance(form, _Reason) and requested is None and not leaf.on_devices:

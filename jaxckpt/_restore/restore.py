@@ -33,7 +33,7 @@ from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._pipeline.progress import display_progress, record_event, show_bytes
 from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._restore.differences import Strict
-from jaxckpt._restore.match import RestoreRequest, TargetObject, require_request
+from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
 from jaxckpt._restore.read_loop import PlannedRead, detect_replacement, reads_of, run_steps
 from jaxckpt._restore.resolve import LeafForm, Resolved, host_leaf, host_leaves, resolve
@@ -216,9 +216,8 @@ def run_restore(
         source = call.run(functools.partial(_open, call, path, request, options, source))
         resolved, initial = call.here(functools.partial(_resolve, source, request, options))
         values = call.run(functools.partial(_read, call, source, resolved, request, arrivals))
-        result, states = call.here(functools.partial(_assemble, resolved, values, initial))
-        if states:
-            call.here(functools.partial(_set_states, states))
+        result, has_states = call.here(functools.partial(_assemble, resolved, values, initial))
+        if has_states:
             call.await_all("restoring")
     record_event(
         "restore",
@@ -306,17 +305,13 @@ def _read(
     return values
 
 
-def _assemble(
-    resolved: Resolved, values: dict[int, Any], initial: Mapping[int, Any]
-) -> tuple[Tree, list[tuple[TargetObject, Any]]]:
-    """The restored tree, and the states of the objects of the target. In the caller's thread."""
+def _assemble(resolved: Resolved, values: dict[int, Any], initial: Mapping[int, Any]) -> tuple[Tree, bool]:
+    """The restored tree, and whether objects of the target have got their states. In the caller's thread."""
     result = resolved.assembly.assemble(values, initial)
-    return result, [(obj, obj.state(values)) for obj in resolved.assembly.objects if obj.can_set_state]
-
-
-def _set_states(states: Sequence[tuple[TargetObject, Any]]) -> None:
+    states = [(obj, obj.state(values)) for obj in resolved.assembly.objects if obj.can_set_state]
     for obj, state in states:
         obj.set_state(state)
+    return result, bool(states)
 
 
 def _require_lossless(

@@ -50,22 +50,16 @@ def renamed_source(
 
     Raises MismatchError, TreeError.
     """
-    new_names, rules = (None, rename) if isinstance(rename, Rules) else (rename, None)
-    view = source if rules is None else view_through(rules, source)
-    if new_names is None and select is None:
+    view = view_through(rename, source) if isinstance(rename, Rules) else source
+    if select is None and (rename is None or isinstance(rename, Rules)):
         return view
-    return replace(view, manifest=_renamed_manifest(view.manifest, new_names, select, selected_from(rules)))
+    return replace(view, manifest=_renamed_manifest(view.manifest, rename, select))
 
 
-def selected_from(rules: Rules | None) -> str:
-    """What `select=` chooses from, for errors."""
-    return "the checkpoint" if rules is None else "the tree that the rules make"
-
-
-def _renamed_manifest(manifest: Manifest, rename: Rename | None, select: Select | None, where: str) -> Manifest:
+def _renamed_manifest(manifest: Manifest, rename: Renaming | None, select: Select | None) -> Manifest:
     """The manifest of only the selected leaves, with their new paths; the data is unchanged. Raises TreeError."""
     selector = None if select is None else parse_select(select)
-    structure, new_paths, chosen = renamed_tree(manifest, rename, selector, where)
+    structure, new_paths, chosen = renamed_tree(manifest, rename, selector)
     require_single_root(manifest, new_paths, chosen)
     structure = prune(structure, {number: number for number in chosen}, selector)
     paths, numbers = paths_of(structure, len(manifest.leaves), 1 << 62)
@@ -77,15 +71,16 @@ def _renamed_manifest(manifest: Manifest, rename: Rename | None, select: Select 
 
 
 def renamed_tree(
-    manifest: Manifest, rename: Rename | None, select: Selector | None, where: str
+    manifest: Manifest, rename: Renaming | None, select: Selector | None
 ) -> tuple[Structure, dict[str, int], Sequence[int]]:
     """The renamed structure, the number of each leaf by its new path, and the numbers of the selected leaves.
 
     A renamed structure lacks the leaves that are not selected, because their new paths may clash with those of selected
-    leaves; with `select`, it also lacks those that renamed leaves replace. Objects keep all of their leaves. `where`
-    names the tree before `rename` in errors. Raises TreeError.
+    leaves; with `select`, it also lacks those that renamed leaves replace. Objects keep all of their leaves. A
+    manifest that rules have made has its names already. Raises TreeError.
     """
-    if rename is None:
+    where = "the tree that the rules make" if isinstance(rename, Rules) else "the checkpoint"
+    if rename is None or isinstance(rename, Rules):
         empty_paths = (path for path, _ in empty_positions(manifest.tree))
         return manifest.tree, manifest.numbers, _selected(manifest, manifest.numbers, empty_paths, select, where)
     empty = {path: node for path, node in user_objects_of(manifest.tree) if next(numbers_of(node), None) is None}

@@ -106,7 +106,7 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
                 except StorageError:
                     _raise_link_error(source, target, key, length)
             if sync:
-                target.sync_folders(data, stack, (index for index, _ in stack.objects()))
+                target.sync_folders(data, (zarr.object_key(stack, index) for index, _ in stack.objects()))
         for process, (length, _) in enumerate(manifest.process_states):
             key = f"{data}/{state_file_name(process)}"
             state = source.store.read(key)

@@ -151,11 +151,6 @@ class Reuse:
     by_index_key: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
     """The objects of the last save by stack and grid index, if it had the same stacks."""
 
-    @property
-    def may_link(self) -> bool:
-        """Whether any object may be linked, or has a reason why it is not. Otherwise all are simply written."""
-        return self.compares or bool(self.originals or self.unlinked)
-
     # While the data is written ----------------------------------------------------------------------------
 
     def with_stored_base(self) -> Reuse:
@@ -227,9 +222,9 @@ class Reuse:
         return _await_write(written, writer.write(index, source, bool(written.record.content)))
 
     def remember(self, folder: str, stacks: Sequence[Stack], objects: Iterable[tuple[Object, WrittenObject]]) -> None:
-        """After publication, remember in the cache what this process wrote, for the next save."""
-        last = self.cache
-        assert last is not None, "nothing is remembered"
+        """After publication, remember in the cache, if there is one, what this process wrote, for the next save."""
+        if (last := self.cache) is None:
+            return
         by_arrays, by_content = dict[_ContentKey, tuple[Original, _Arrays]](), dict[_ContentKey, Original]()
         by_index_key = dict[tuple[int, str], Original]()
         linked = refused = False

@@ -171,8 +171,8 @@ class RunningSave:
             _mark_reported(self)
 
     def _keep_awake_seconds(self) -> None:
-        """Keep `awake_seconds` going while nobody waits. In a lane, but not in its own, which Python may choose during its
-        shutdown."""
+        """Keep `awake_seconds` going while nobody waits. In a lane, but not in its own, which Python may choose during
+        its shutdown."""
         if not self._runs_here:
             self._settled.wait()
 
@@ -244,25 +244,21 @@ class RunningSave:
                 " neither would end: call it after that save has ended, from your program's thread or, in a job of one"
                 " process, from a thread that the callback starts"
             )
-        return self._await_soon(self._ended, timeout_seconds)
+        self._use_all_threads()
+        return self._await(self._ended, timeout_seconds)
 
     def settle(self) -> None:
         """Wait until the checkpoint is published or the save has failed; reads of its path call this. Returns at once
         in a thread without which the save cannot continue."""
         is_caller = threading.get_ident() == self._caller and not self._has_returned
         if not (is_caller or self._runs_here):
-            self._await_soon(self._settled, None)
+            self._use_all_threads()
+            self._await(self._settled, None)
 
     @property
     def _runs_here(self) -> bool:
         """Whether this thread is its lane."""
         return threading.get_ident() == self._thread
-
-    def _await_soon(self, latch: Latch, timeout_seconds: float | None) -> bool:
-        """Wait until the latch is set, for `timeout_seconds` at most. From now on the save uses all threads, because a
-        caller waits. Returns whether the latch is set."""
-        self._use_all_threads()
-        return self._await(latch, timeout_seconds)
 
     def with_times(self, info: SaveInfo) -> SaveInfo:
         """The result, with the times that are known so far."""
@@ -279,6 +275,7 @@ class RunningSave:
         self.rate_limiter.end()
 
     def _use_all_threads(self) -> None:
+        """From now on, because a caller waits."""
         self._hurries = True
         self.watchdog.yields_processors = False
 
@@ -286,7 +283,7 @@ class RunningSave:
         """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
         save has failed. Does not wait for its `on_done`."""
         self.lift_limits()
-        self._await_soon(self._settled, timeout_seconds)
+        self._await(self._settled, timeout_seconds)
 
     def await_end(self, check: Callable[[], object]) -> SaveInfo | None:
         """Wait until the save has ended. Returns its result, or None if it failed. `check` may raise meanwhile."""

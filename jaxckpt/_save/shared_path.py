@@ -67,9 +67,9 @@ class SharedPath:
         prepared = share.prepared
         call, is_collective = prepared.call, prepared.plan.is_collective
         staged = None if is_collective else share.staged_objects()
-        save_id, transaction = self.begin(prepared, staged if share.holds_data else None)
-        folder = data_folder(save_id)
-        with contextlib.closing(transaction) if transaction else contextlib.nullcontext():
+        with contextlib.ExitStack() as until_saved:
+            save_id, transaction = self.begin(prepared, staged if share.holds_data else None, until_saved)
+            folder = data_folder(save_id)
             with call.rendezvous("saving") as rendezvous:
                 # Exchanges are collective, so no process may begin them before all are prepared.
                 exchanging = exchanges(prepared.plan, prepared.draft) if is_collective else contextlib.nullcontext()
@@ -83,36 +83,34 @@ class SharedPath:
                 self.finish(prepared, published)
         return published
 
-    def begin(self, prepared: PreparedSave, stage_first: StagedObjects | None) -> tuple[str, Transaction | None]:
+    def begin(
+        self, prepared: PreparedSave, stage_first: StagedObjects | None, until_saved: contextlib.ExitStack
+    ) -> tuple[str, Transaction | None]:
         """Before any data is written, check that all processes save the same tree, create the data folder, and check
         that all processes see it. Every process.
 
         `stage_first` is staged before all that, so that the caller does not wait for the other processes. Returns the
-        id of the save, and the transaction of process 0.
+        id of the save, and the transaction of process 0, which is open `until_saved`.
         """
         transaction: Transaction | None = None
         call, phases = prepared.call, prepared.call.phases
-        try:
-            with call.rendezvous("preparing to save") as rendezvous:
-                if stage_first is not None:
-                    stage_first.fill()
-                save_id = uuid.uuid4().hex
-                gather_agreed(rendezvous, prepared.fingerprint)
-                if call.index == 0:
-                    with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
-                        transaction = self.claim(prepared.plan.stacks, save_id)
-                with phases.timed("barrier"):
-                    save_id = rendezvous.broadcast(save_id)
-            with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
-                with phases.timed("plan"), call.watchdog.operation(f"looking for {self.store.url}"):
-                    require_shared(self.store, data_folder(save_id), call.index)
-                with phases.timed("barrier"):
-                    rendezvous.gather("")
-                    broadcast_start(rendezvous, prepared)
-        except BaseException:
-            if transaction is not None:
-                transaction.close()
-            raise
+        with call.rendezvous("preparing to save") as rendezvous:
+            if stage_first is not None:
+                stage_first.fill()
+            save_id = uuid.uuid4().hex
+            gather_agreed(rendezvous, prepared.fingerprint)
+            if call.index == 0:
+                with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
+                    transaction = self.claim(prepared.plan.stacks, save_id)
+                    until_saved.callback(transaction.close)
+            with phases.timed("barrier"):
+                save_id = rendezvous.broadcast(save_id)
+        with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
+            with phases.timed("plan"), call.watchdog.operation(f"looking for {self.store.url}"):
+                require_shared(self.store, data_folder(save_id), call.index)
+            with phases.timed("barrier"):
+                rendezvous.gather("")
+                broadcast_start(rendezvous, prepared)
         return save_id, transaction
 
     def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:

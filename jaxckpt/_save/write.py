@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxckpt._devices.interconnect import CollectiveCalls
 from jaxckpt._model import manifest as manifests
+from jaxckpt._model import zarr
 from jaxckpt._model.grid import intersection, slices_within
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._pipeline.control import RateLimiter
@@ -26,7 +27,6 @@ from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._pipeline.workers import MappedWork
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.running_saves import RunningSave
@@ -157,7 +157,7 @@ class OwnShare:
         if reuse.compares and reuse.base is None:
             with watchdog.operation(f"reading the checkpoint before {store.url}"):
                 reuse = reuse.with_stored_base()
-        writer = _Writer(prepared, reuse if reuse.may_link else None, folder, self.running.rate_limiter)
+        writer = _Writer(prepared, reuse, folder, self.running.rate_limiter)
         budget = Budget(prepared.options.host_bytes)
         moved = pipeline(objects, writer.n_bytes, writer.begin, budget, join=True)
         with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
@@ -168,11 +168,8 @@ class OwnShare:
                 self._written.append((staged.obj, written))
         if prepared.options.sync:
             with phases.timed("sync"), watchdog.operation(f"syncing {store.url}"):
-                indices: dict[int, list[tuple[int, ...]]] = {}
-                for obj, _ in self._written:
-                    indices.setdefault(obj.stack, []).append(obj.index)
-                for stack, stack_indices in indices.items():
-                    store.sync_folders(folder, prepared.plan.stacks[stack], stack_indices)
+                stacks = prepared.plan.stacks
+                store.sync_folders(folder, [zarr.object_key(stacks[obj.stack], obj.index) for obj, _ in self._written])
 
     def free(self) -> None:
         """When nothing refers to the copies any more, return their memory to the system."""
@@ -182,8 +179,7 @@ class OwnShare:
 
     def remember(self, folder: str) -> None:
         """After the publication, remember the records of the objects for the next save."""
-        if self.prepared.reuse.cache is not None:
-            self.prepared.reuse.remember(folder, self.prepared.plan.stacks, self._written)
+        self.prepared.reuse.remember(folder, self.prepared.plan.stacks, self._written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +187,7 @@ class _Writer:
     """Begins to write objects, or to link them."""
 
     prepared: PreparedSave
-    reuse: Reuse | None
-    """None if no object can be linked to one of an earlier checkpoint."""
-
+    reuse: Reuse
     folder: str
     rate_limiter: RateLimiter
     array_writers: dict[int, ArrayWriter] = field(default_factory=dict[int, ArrayWriter])
@@ -211,17 +205,13 @@ class _Writer:
         return self.array_writers[stack]
 
     def begin(self, staged: StagedObject) -> _WritingObject:
-        prepared, reuse, obj = self.prepared, self.reuse, staged.obj
-        writer, n_bytes = self._array_writer(obj.stack), self.n_bytes(staged)
-        if self.rate_limiter.bytes_per_second is not None and (reuse is None or obj not in reuse.originals):
+        prepared, obj = self.prepared, staged.obj
+        writer = self._array_writer(obj.stack)
+        if obj not in self.reuse.originals:
             self.rate_limiter.wait(obj.n_bytes, prepared.call.cancellation.check)
         with prepared.call.phases.timed("device_to_host"):  # waits for the copy from the device
-            if reuse is not None:
-                pending, source = reuse.write_or_link(staged, prepared.plan.stacks[obj.stack], writer, self.folder)
-            else:
-                source = staged.data()
-                pending = MappedWork(writer.write(obj.index, source), _as_written)
-        return _WritingObject(n_bytes, pending, source, prepared.call.watchdog, prepared.store.url)
+            pending, source = self.reuse.write_or_link(staged, prepared.plan.stacks[obj.stack], writer, self.folder)
+        return _WritingObject(self.n_bytes(staged), pending, source, prepared.call.watchdog, prepared.store.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +234,6 @@ class _WritingObject:
     def result(self) -> WrittenObject:
         with self.watchdog.operation(f"writing to {self.url}"):
             return self.pending.result()
-
-
-def _as_written(pending: Pending[ObjectRecord]) -> WrittenObject:
-    return WrittenObject(pending.result())
 
 
 # NaN and infinity -----------------------------------------------------------------------------------------

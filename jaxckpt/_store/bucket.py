@@ -555,7 +555,7 @@ class Bucket:
             if name not in named:
                 folder.delete(name)
 
-    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
+    def sync_folders(self, data: str, keys: Iterable[str]) -> None:
         pass  # a completed write is durable
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import crc32c
 import numpy as np
@@ -42,8 +42,6 @@ BLOCK_BYTES = max(2 << 20, min(8 << 20, (32 << 20) // THREADS))
 cache may hold, but between 2 and 8 MiB. With smaller blocks, the threads wait more often for Python's lock; on 2 cores,
 8 MiB restore 7 to 15 % faster than 2 MiB, and 16 MiB are no faster."""
 
-
-T = TypeVar("T")
 
 Sums = np.ndarray[Any, np.dtype[np.uint32]]
 """Checksums of chunks."""
@@ -135,6 +133,9 @@ def _split_chunks(data: Bytes, count: int) -> list[Any]:
 Target = tuple[Box, Array]
 """A box within an object, and the array that it is read into."""
 
+_Block = tuple[Chunks, Sequence[Target]]
+"""Chunks that are read together, and the boxes that they overlap."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectDecoder:
@@ -151,7 +152,7 @@ class ObjectDecoder:
     def read(self, targets: Sequence[Target]) -> None:
         """Fill arrays. Chunks whose destination is contiguous memory are read in place, in file order. Other
         chunks are read into a buffer that fits the core's cache, checked, and copied from there."""
-        destinations, buffered = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[Target]]]()
+        destinations, buffered = list[tuple[Sequence[int], Bytes]](), list[_Block]()
         scattered: list[list[Target]] = []
         for group in _group_by_shared_chunks(targets, self.stack.chunk_sides):
             in_place, others = self._runs_in_place(group)
@@ -201,7 +202,7 @@ class ObjectDecoder:
             sums += [_checksum(chunk) for chunk in chunks[runs[0][1] : runs[-1][2]]]
         self._check(numbers, sums, stored, self.stack.dtype == "bool" and any(map(_has_invalid_bools, chunks)))
 
-    def _read_buffered(self, blocks: Sequence[tuple[Chunks, Sequence[Target]]]) -> None:
+    def _read_buffered(self, blocks: Sequence[_Block]) -> None:
         """Read chunks into a buffer, copy them to the targets, and check them."""
         size = self.stack.chunk_stored_bytes
         numbers = [number for chunks, _ in blocks for number in chunks.numbers]
@@ -337,9 +338,9 @@ def _merge_tiling_groups(groups: list[list[Target]], sides: Sequence[int]) -> li
     return groups
 
 
-def _batches(blocks: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
-    """Consecutive items in batches of at most `most` chunks."""
-    group: list[tuple[Chunks, T]] = []
+def _batches(blocks: Sequence[_Block], most: int) -> Iterator[list[_Block]]:
+    """Consecutive blocks in batches of at most `most` chunks."""
+    group: list[_Block] = []
     count = 0
     for block in blocks:
         if group and count + len(block[0].numbers) > most:

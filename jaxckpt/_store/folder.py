@@ -25,7 +25,6 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from jaxckpt._model import zarr
 from jaxckpt._model.file_names import (
     COPY,
     MANIFEST,
@@ -328,12 +327,9 @@ class Folder:
             self._lock(handle)
             yield handle
         finally:
-            try:
+            with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked in the meantime also has it open
-            except OSError:
-                pass
-            finally:
-                close_unwritten(handle)
+            close_unwritten(handle)
 
     def _lock(self, handle: int) -> None:
         """Lock a folder until the handle is closed or this process dies. A suspended process keeps the lock."""
@@ -592,10 +588,8 @@ class Folder:
             # NFS locks only files that are open for writing.
             handle = os.open(self._path(data, WRITER), os.O_RDWR)
         except FileNotFoundError:
-            return (
-                _Writer.DEAD,
-                None,
-            )  # its checkpoint was published and then replaced, or it died before it created the note
+            # Its checkpoint was published and then replaced, or it died before it created the note.
+            return _Writer.DEAD, None
         except OSError:
             return _Writer.ALIVE, {}
         try:
@@ -634,16 +628,14 @@ class Folder:
     # Durability -------------------------------------------------------------------------------------------
 
     @watched("syncing")
-    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
-        top = self._path(data, stack.name)
-        folders = {top}
-        for index in indices:
-            folder = os.path.dirname(self._path(data, zarr.object_key(stack, index)))
-            while len(folder) > len(top):
+    def sync_folders(self, data: str, keys: Iterable[str]) -> None:
+        folders = set[str]()
+        for folder in keys:
+            while folder := folder.rpartition("/")[0]:
                 folders.add(folder)
-                folder = os.path.dirname(folder)
         # Concurrently, because a journal then commits them together.
-        JoinedWork([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
+        paths = [self._path(data, folder) for folder in sorted(folders)]
+        JoinedWork([submit(functools.partial(sync_path, path)) for path in paths]).result()
 
     @watched("syncing")
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:

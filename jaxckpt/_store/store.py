@@ -213,8 +213,8 @@ class Store(Protocol):
     def unlock(self, handle: int) -> None:
         """Close the locked file of a writer. Errors are ignored: what the save has written was checked before."""
 
-    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
-        """Make the folders above the objects of this process durable."""
+    def sync_folders(self, data: str, keys: Iterable[str]) -> None:
+        """Make the folders above the objects of this process durable, which have these keys below the data folder."""
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         """Make each zarr.json, the data folder, and those folders above it durable that may be new."""

@@ -22,7 +22,15 @@ from jaxckpt.errors import CorruptError, StorageError
 class Transaction:
     """A save that has a data folder at a path, with a note of its writer."""
 
-    def __init__(self, store: Store, save_id: str, previous: bytes | None, *, is_spread: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        save_id: str,
+        previous: bytes | None,
+        *,
+        has_leftovers: bool = False,
+        is_spread: bool = False,
+    ) -> None:
         """Create the data folder. Raises StorageError."""
         self.store = store
         self.data = data_folder(save_id)
@@ -32,7 +40,7 @@ class Transaction:
         """The manifest that the commit replaces."""
 
         self.handle, self._has_created_path = store.begin_save(save_id, previous)
-        self.has_leftovers = False
+        self.has_leftovers = has_leftovers
         """Whether there is data whose writer may be alive. After the commit, that writer cannot publish."""
 
         self.is_spread = is_spread
@@ -96,9 +104,7 @@ def open_transaction(store: Store, save_id: str, previous: bytes | None, stacks:
     Raises StorageError.
     """
     has_leftovers = store.sweep(None if previous is None else data_folder_of(previous))
-    transaction = _create_arrays(Transaction(store, save_id, previous), stacks)
-    transaction.has_leftovers = has_leftovers
-    return transaction
+    return _create_arrays(Transaction(store, save_id, previous, has_leftovers=has_leftovers), stacks)
 
 
 def open_own_transaction(store: Store, save_id: str, stacks: Iterable[Stack]) -> Transaction:
