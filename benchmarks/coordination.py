@@ -199,7 +199,7 @@ class Clock(Service):
 
         self.most_unmet = 0
 
-    def monotonic(self) -> float:
+    def awake_seconds(self) -> float:
         return self.now
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
@@ -228,12 +228,12 @@ def wait(count: int, seconds: float) -> tuple[float, float]:
     posted[f"/out/{beats + 1}"] = posted["/out/0"] = seconds, '{"ok": ""}'
     posted["/beat/0"] = interval, "1"
     clock = Clock(posted)
-    usual, rendezvous_module.time = rendezvous_module.time, clock  # pyright: ignore
+    usual, rendezvous_module.awake_seconds = rendezvous_module.awake_seconds, clock.awake_seconds
     try:
         with meeting(call_of(1, count, clock, first=False)) as rendezvous:
             rendezvous.broadcast("")
     finally:
-        rendezvous_module.time = usual  # pyright: ignore
+        rendezvous_module.awake_seconds = usual
     return count * clock.requests["get"] / seconds, count * clock.most_unmet * UNMET_BYTES
 
 
