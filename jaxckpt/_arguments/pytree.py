@@ -148,10 +148,6 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".encode(errors="backslashreplace").decode()
 
 
-def is_registered(cls: type) -> bool:
-    return cls in _TYPES
-
-
 def registered(name: str) -> LeafType | None:
     """The type that is registered under a name, if any."""
     return next((kind for kind in _TYPES.values() if kind.name == name), None)
@@ -354,7 +350,7 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
         raise TreeError(f"{shown}: {str(error).rstrip('.')}") from error
     if len(level) == 1 and not level[0][0]:  # the only entry has an empty key path: it is the node itself, a leaf
         return None
-    if is_registered(kind):
+    if kind in _TYPES:
         raise TreeError(
             f"{show_path(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX treats it as a"
             " container: remove the call of register_leaf"

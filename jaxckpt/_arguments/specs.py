@@ -50,7 +50,9 @@ def assign_specs(
     specs: list[Spec] = []
     problems: list[Problem] = []
     for group in groups:
-        spec = restrict_to_axes(group.own, axes) if group.requested is None else group.requested
+        spec = group.requested
+        if spec is None:
+            spec = tuple(tuple(axis for axis in entry if axis in axes) for entry in group.own)
         reason, remedy = axis_problem(axes, spec, group.shape), ""
         if not reason and (reason := divisibility_problem(axes, spec, group.shape)):
             if options.indivisible == "replicate":
@@ -91,11 +93,6 @@ def _lines_by_pattern(problems: Sequence[Problem]) -> Iterator[str]:
         groups.setdefault((mask_numbers(problem.leaf or ""), problem.reason), []).append(problem)
     for (pattern, reason), group in groups.items():
         yield str(group[0]) if len(group) == 1 else f"{show_path(pattern)} ({show_count(len(group), 'leaf')}) {reason}"
-
-
-def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
-    """A spec on another mesh: split by the axes that this mesh also has, replicated over its other axes."""
-    return tuple(tuple(axis for axis in entry if axis in axes) for entry in spec)
 
 
 # The caller's specs ---------------------------------------------------------------------------------------

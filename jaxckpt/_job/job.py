@@ -111,8 +111,7 @@ class Job:
     def has_preemption_notice(self, seconds: float) -> bool:
         """Whether JAX's preemption service has notified the job, or does within some seconds. It forwards a signal up
         to a second late. False if the service does not answer."""
-        get = functools.partial(self.client.blocking_key_value_get, _PREEMPTION_NOTICE, int(1000 * seconds))
-        task = Task(get)
+        task = Task(functools.partial(self.client.blocking_key_value_get, _PREEMPTION_NOTICE, int(1000 * seconds)))
         try:
             start_thread(task.run, "jaxckpt-preemption")
             return bool(task.result(seconds + _ANSWER_SECONDS))

@@ -17,14 +17,13 @@ from jaxckpt._job.call import Call
 from jaxckpt._model import zarr
 from jaxckpt._model.manifest import state_file_name
 from jaxckpt._model.object_index import problem_of
-from jaxckpt._model.records import Manifest, StackRecord
-from jaxckpt._model.stacks import Stack
+from jaxckpt._model.records import Manifest
 from jaxckpt._options import Options
 from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import finish_first, release_caller
 from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._save.running_saves import RunningSave, SaveInfo
-from jaxckpt._save.save import run_and_notify
+from jaxckpt._save.save import carry_out
 from jaxckpt._save.shared_path import SharedPath, require_shared
 from jaxckpt._save.write_plan import Object
 from jaxckpt._store.folder import Folder
@@ -72,11 +71,7 @@ class Flush:
             detached=True,
         )
         finish_first()
-        work = functools.partial(self._run, local)
-        if self.attempts is not None:
-            work = functools.partial(self.attempts, work)
-        if self.on_done is not None:
-            work = functools.partial(run_and_notify, work, self.on_done)
+        work = functools.partial(carry_out, functools.partial(self._run, local), self.attempts, self.on_done)
         with self.call:
             self.call.start(functools.partial(running.run, work))
         running.mark_returned(yields_processors=True)
@@ -86,10 +81,6 @@ class Flush:
     @property
     def store(self) -> Store:
         return self.destination.store
-
-    def set_source(self, save_id: str, owned: Sequence[Object]) -> None:
-        """Note the local save and the objects that this process owns in it."""
-        self.save_id, self.owned = save_id, owned
 
     @property
     def is_running(self) -> bool:
@@ -148,7 +139,9 @@ class Flush:
             keys.append(zarr.object_key(stack, obj.index))
             key = f"{manifest.data_folder}/{keys[-1]}"
             content = self._read(key)
-            _require_unchanged(f"{self.source.url}/{key}", content, stack, obj.index, manifest.stacks[obj.stack])
+            record = manifest.stacks[obj.stack]
+            if problem := problem_of(content, stack, obj.index, *record.length_and_digest(obj.index)):
+                raise DataError(f"{self.source.url}/{key} {problem}")
             folder, _, name = key.rpartition("/")
             with self.call.watchdog.operation(f"writing to {self.store.url}"):
                 below = self.store.child(folder) if folder in created_folders else self.store.create_child(folder)
@@ -164,9 +157,3 @@ class Flush:
         if content is None:
             raise DataError(f"{self.source.url}/{key} is missing, so it cannot be flushed to {self.store.url}")
         return content
-
-
-def _require_unchanged(where: str, content: bytes, stack: Stack, index: tuple[int, ...], record: StackRecord) -> None:
-    """Raise DataError unless an object is unchanged since the save."""
-    if problem := problem_of(content, stack, index, *record.length_and_digest(index)):
-        raise DataError(f"{where} {problem}")

@@ -99,7 +99,7 @@ class ProcessFolders:
                 transaction.close()
                 self._tier.record_saved(self._step, agreed.save_id)
                 if self._flush is not None:
-                    self._flush.set_source(agreed.save_id, plan.own)
+                    self._flush.save_id, self._flush.owned = agreed.save_id, plan.own
         return published
 
     def _begin(self, prepared: PreparedSave, stage_first: StagedObjects | None) -> tuple[_SaveAgreement, Transaction]:
@@ -211,7 +211,7 @@ class ProcessFolders:
         manifest = manifests.decode(content, call.where)
         with phases.timed("publish"), call.watchdog.operation(f"publishing {call.where}"):
             if prepared.options.sync:
-                transaction.sync(manifest.decoded_stacks)
+                transaction.store.sync_data(transaction.data, manifest.decoded_stacks)
             transaction.commit(content, sync=prepared.options.sync)
         with phases.timed("barrier"):
             rendezvous.barrier()  # until all have published, the loss of one folder could lose the only manifest

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,12 @@ from jaxckpt._model.file_names import MANIFEST, is_sealed
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._run_folder.steps import is_step, step_name
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.load_manifest import read_copy
 from jaxckpt.errors import CheckpointExistsError, CorruptError, ManifestError, NotACheckpointError, StorageError
-
-_log = logging.getLogger("jaxckpt")
 
 
 @dataclass(frozen=True, slots=True)

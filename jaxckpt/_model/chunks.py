@@ -44,7 +44,7 @@ def chunks_of(
         return scratch[used - n_bytes : used]
 
     separate = pieces.separate_arrays(stack.chunk_sides)
-    for box, array in [(pieces.box, pieces.single_array)] if separate is None else separate:
+    for box, array in [(pieces.box, None)] if separate is None else separate:
         in_order = array is not None and array.flags.c_contiguous
         run = zarr.contiguous_chunk_numbers(stack, index, box) if in_order else None
         if array is not None and run is not None:

@@ -62,20 +62,11 @@ class Pieces:
 
     def array(self) -> Array:
         """The box as one array: without a copy if it is one piece, otherwise copied."""
-        if (alone := self.single_array) is not None:
-            return alone
-        out = np.empty(extent(self.box), self.dtype)
-        for piece, array in itertools.chain.from_iterable(self.groups):
-            common = intersection(piece, self.box)
-            if common is not None:
-                np.copyto(as_bits(out)[slices_within(common, self.box)], as_bits(array)[slices_within(common, piece)])
-        return out
-
-    @property
-    def single_array(self) -> Array | None:
-        """The array that holds the complete box, if one piece does."""
         pieces = [piece for group in self.groups for piece in group]
-        return pieces[0][1][slices_within(self.box, pieces[0][0])] if len(pieces) == 1 else None
+        if len(pieces) == 1:
+            return pieces[0][1][slices_within(self.box, pieces[0][0])]
+        scratch = np.empty(volume(self.box) * self.dtype.itemsize, np.uint8)
+        return self.gather(self.box, scratch).view(self.dtype).reshape(extent(self.box))
 
     def separate_arrays(self, chunk: Sequence[int]) -> list[tuple[Box, Array]] | None:
         """Each box and its array, if the pieces do not overlap and share no chunk of these sides; otherwise None."""
@@ -99,14 +90,10 @@ class Pieces:
         if not contains(self.box, box):
             flat[:] = 0
             region = intersection(box, self.box) or box
-        for piece, array in self._touching(box):
+        (start, stop), origin = box[0], self.box[0][0]
+        groups = self.groups[(start - origin) // self.group_rows : -(-(stop - origin) // self.group_rows)]
+        for piece, array in itertools.chain.from_iterable(groups):  # of the groups that have rows of the box
             common = intersection(piece, region)
             if common is not None:
                 np.copyto(out[slices_within(common, box)], as_bits(array)[slices_within(common, piece)])
         return flat
-
-    def _touching(self, box: Box) -> list[tuple[Box, Array]]:
-        """The pieces in the groups that contain rows of the box."""
-        (start, stop), (origin, _) = box[0], self.box[0]
-        groups = self.groups[(start - origin) // self.group_rows : -(-(stop - origin) // self.group_rows)]
-        return [piece for group in groups for piece in group]

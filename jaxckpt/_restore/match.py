@@ -256,13 +256,11 @@ class _Comparison:
         requests = self._requests(leaves, origins)
         unrequested = self._unrequested_paths(requests, refused)
         extra = list(filter(self.strict, unrequested))
-        problems: list[Problem] = []
-        if missing or extra or refused:
-            problems = [
-                *self._missing_problems(missing),
-                *self._extra_problems(extra, target_structure),
-                *(outcome.problem for outcome in refused),
-            ]
+        problems = [
+            *self._missing_problems(missing),
+            *self._extra_problems(extra, target_structure),
+            *(outcome.problem for outcome in refused),
+        ]
         has_any_match = any(isinstance(origin, (int, SavedSubtree, TargetObject)) for origin in origins)
         if not has_any_match and (displaced := self._displaced_problems(leaves)):
             return Match(requests, assembly, has_any_match=False), displaced

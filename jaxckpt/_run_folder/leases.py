@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import re
 import socket
@@ -29,12 +28,11 @@ from collections.abc import Callable, Collection, Generator, Iterable
 
 from jaxckpt._options import Options, require_seconds
 from jaxckpt._pipeline.lanes import finish_at_exit, run_to_the_end
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._pipeline.threads import Latch, start_thread
 from jaxckpt._run_folder.steps import RUN, is_published, is_step, step_name
 from jaxckpt._store.store import Store
 from jaxckpt.errors import InputError, NotACheckpointError, StorageError
-
-_log = logging.getLogger("jaxckpt")
 
 TERM_SECONDS = 60.0
 """How long a step stays held, at most, after its reader has died. A process that deletes steps treats the lease as

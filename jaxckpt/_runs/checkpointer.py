@@ -45,7 +45,6 @@ from jaxckpt._runs.resumption import (
     Resplit,
     StepFinder,
     other_steps,
-    require_on_unreadable,
     restore_process_state,
     target_of,
 )
@@ -582,8 +581,10 @@ class Checkpointer(Run):
         """Restore a step, by default the newest, or an older one if `on_unreadable` says so."""
         fallback = None
         with self._directory.checking("Checkpointer.restore"):
-            if require_on_unreadable(on_unreadable) == "previous":
-                fallback = Fallback(self._directory, self._saver.failures.incidents)
+            if on_unreadable not in ("raise", "previous"):
+                raise InputError(f'on_unreadable must be "raise" or "previous", found {on_unreadable!r}')
+        if on_unreadable == "previous":
+            fallback = Fallback(self._directory, self._saver.failures.incidents)
         while True:
             chosen = request = restored = error = None
             try:

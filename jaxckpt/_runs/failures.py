@@ -13,7 +13,6 @@ flush is, from the local step.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from jaxckpt._runs.saving import RunStep
     from jaxckpt._save.running_saves import RunningSave, SaveInfo
 
-OnFailure = Literal["raise", "retry", "continue"]
-
 RepeatFrom = Literal["local step", "none"]
 """Where another attempt takes the data from, if it is not held: "none" if there is no other attempt."""
 
@@ -50,9 +47,9 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 60.0
 class _AttemptOutcome(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of an attempt in one process."""
 
-    has_failed: bool
     can_repeat: bool
-    reason: str = ""
+    reason: str | None
+    """What has failed; None if nothing has."""
 
 
 class FailureDecision(msgspec.Struct, frozen=True, array_like=True):
@@ -122,12 +119,6 @@ class Failures:
         if error is not None:
             raise error
 
-    def record(self, step: int, error: BaseException, seconds: float, *, in_process_0: bool) -> None:
-        """Record that a step was not saved. In a lane."""
-        record_event("failed_save", seconds, lambda: "", logged=False, step=step)
-        if in_process_0:
-            self.incidents.add(step, "failed save", f"{type(error).__name__}: {error}")
-
     def handle_deletion_failure(self, error: Exception) -> None:
         """Deal with the failure to delete old steps, before a step is saved. In process 0."""
         if self.on_failure == "raise":
@@ -140,7 +131,7 @@ class Failures:
         with call.rendezvous("deciding what follows a save") as rendezvous:
             if error is not None and (cause_of(error) != "storage" or call.watchdog.stall_error() is not None):
                 raise error
-            own = _AttemptOutcome(error is not None, attempts.can_repeat, "" if error is None else str(error))
+            own = _AttemptOutcome(attempts.can_repeat, None if error is None else str(error))
             texts = rendezvous.gather(msgspec.json.encode(own).decode())
             outcomes = [typed_json.decode(text, _AttemptOutcome) for text in texts]
             decision = self._decide(call, attempts, outcomes, number) if outcomes else None
@@ -154,7 +145,7 @@ class Failures:
         self, call: Call, attempts: Attempts, outcomes: Sequence[_AttemptOutcome], number: int
     ) -> FailureDecision:
         """In process 0."""
-        reason = next((outcome.reason for outcome in outcomes if outcome.has_failed), None)
+        reason = next((outcome.reason for outcome in outcomes if outcome.reason is not None), None)
         if reason is None:
             self._n_failed, self._published_at = 0, time.monotonic()
             self.incidents.write()
@@ -295,17 +286,18 @@ class Attempts:
             error.add_note(f"jaxckpt: {self._failures.why_raised(decision)}")
 
     def _record(self, error: BaseException, call: Call) -> None:
+        """Record that the step was not saved. In a lane."""
         if self.is_inherited:
             return
-        seconds = time.monotonic() - self._started
-        self._failures.record(self.step, error, seconds, in_process_0=call.index == 0)
+        record_event("failed_save", time.monotonic() - self._started, lambda: "", logged=False, step=self.step)
+        if call.index == 0:
+            self._failures.incidents.add(self.step, "failed save", f"{type(error).__name__}: {error}")
 
     def pause(self, call: Call, number: int, reason: str) -> bool:
         """Wait before the next attempt. Returns whether there is one: no newer step is due. In process 0."""
         call.cancellation.restart()
         pauses = [min(_FIRST_PAUSE_SECONDS * 2**n, _LONGEST_PAUSE_SECONDS) for n in range(number, _ATTEMPTS - 1)]
-        _log.log(
-            logging.WARNING,
+        _log.warning(
             "step %d could not be saved at attempt %d of %d, and is tried again in %g s, the last time in %.0f s: %s",
             self.step,
             number + 1,

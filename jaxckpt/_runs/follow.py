@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +34,6 @@ from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt.errors import InputError, ManifestError, NotACheckpointError, StorageError
-
-Path = str | os.PathLike[str]
 
 
 @explain_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
@@ -281,15 +281,6 @@ def _read_values(
 
 # Steps that cannot be read --------------------------------------------------------------------------------
 # every process:   find ─▶ restore ─▶ all meet ─▶ done | an older step, chosen by process 0 ─▶ find ─▶ …
-
-OnUnreadable = Literal["raise", "previous"]
-
-
-def require_on_unreadable(value: object) -> OnUnreadable:
-    """The argument of a restore. Raises InputError."""
-    if value not in ("raise", "previous"):
-        raise InputError(f'on_unreadable must be "raise" or "previous", found {value!r}')
-    return value
 
 
 class Fallback:

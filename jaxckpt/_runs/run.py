@@ -114,7 +114,7 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
                 _raise_link_error(source, target, key, length)
             target.put(key, state, sync=sync)
         if sync:
-            transaction.sync(manifest.decoded_stacks)
+            target.sync_data(data, manifest.decoded_stacks)
         transaction.commit(content, sync=sync)
 
 

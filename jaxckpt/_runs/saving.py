@@ -338,7 +338,7 @@ class Saver:
             self._check_rules(request)
             return False
         self.are_rules_checked = True
-        is_last_step, to_storage = decision.is_last_step, decision.to_storage
+        is_last_step = decision.is_last_step
         saved = False
         if is_last_step:
             self.preempted = True
@@ -348,15 +348,7 @@ class Saver:
             awaited = not (self.background or is_last_step)
             is_skipped = False  # all processes skip a step, or none does; an error may be of one process only
             try:
-                saved = self._begin(
-                    step,
-                    metrics,
-                    destination,
-                    request,
-                    to_storage=to_storage,
-                    is_last_step=is_last_step,
-                    awaited=awaited,
-                )
+                saved = self._begin(step, metrics, destination, request, decision, awaited=awaited)
                 is_skipped = not saved
             finally:
                 if self.local is not None and not is_skipped:
@@ -413,11 +405,11 @@ class Saver:
             with self.directory.begin_call("Checkpointer.save"):
                 raise TreeError(message)
 
-    def _fitting_subtrees(self, request: SaveRequest, is_last_step: bool) -> tuple[str, ...]:
+    def _fitting_subtrees(self, request: SaveRequest) -> tuple[str, ...]:
         """The paths of `keep_last_of`. For the last step of a preempted job, which must be saved, those that the tree
         has."""
         subtrees = tuple(self.directory.policy.keep_last_of)
-        missing = missing_subtrees(request.tree, subtrees) if is_last_step else {}
+        missing = missing_subtrees(request.tree, subtrees) if request.is_last_step else {}
         for message in missing.values():
             _log.warning("the job was preempted, so its last step is saved without this rule: %s", message)
         return tuple(subtree for subtree in subtrees if subtree not in missing)
@@ -428,13 +420,13 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         destination: RunStep,
         request: SaveRequest,
+        decision: SaveDecision,
         *,
-        to_storage: bool,
-        is_last_step: bool,
         awaited: bool,
     ) -> bool:
         """Start to save a step. Returns whether it is being saved."""
         flush = attempts = flush_attempts = None
+        is_last_step, to_storage = decision.is_last_step, decision.to_storage
         # Every process counts the calls of the attempts and of the flush before anything can fail, even if the step is
         # not stored, so that processes that disagree on the step still make the same number of calls.
         if is_last_step:  # which has no time for other attempts
@@ -507,7 +499,7 @@ class Saver:
         request = replace(
             request,
             step=StepRecord(step, _recorded_metrics(metrics, request.is_last_step)),
-            subtrees=self._fitting_subtrees(request, request.is_last_step),
+            subtrees=self._fitting_subtrees(request),
             plan_cache=self.plan_cache,
             reuse_cache=self.reuse_cache if self.local is None else None,
         )

@@ -86,11 +86,13 @@ class OwnFingerprint:
         cls, draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str] | None, process: int
     ) -> OwnFingerprint:
         layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
+        forms = {leaf.number: (leaf.dtype, leaf.shape) for leaf in draft.arrays}
+        forms |= {number: forms[first] for number, first in draft.ties.items()}  # they share a row
         entries = {
             "leaves": (
                 msgspec.json.encode(draft.structure),
                 [(record.path, record.kind) for record in draft.records],
-                sorted([(leaf.number, leaf.dtype, leaf.shape) for leaf in draft.arrays] + _tied(draft)),
+                sorted(forms.items()),
             ),
             "shardings": (
                 [(layout.grid, layout.holders) for layout in layouts],
@@ -115,12 +117,6 @@ class OwnFingerprint:
             for group in groups
         ]
         return Fingerprint(self.digests, sums, [*numbers]), groups
-
-
-def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
-    """Number, dtype and shape of the leaves that share a row with an earlier leaf."""
-    forms = {leaf.number: (leaf.dtype, leaf.shape) for leaf in draft.arrays} if draft.ties else {}
-    return [(number, *forms[first]) for number, first in draft.ties.items()]
 
 
 def gather_agreed(

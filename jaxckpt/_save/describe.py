@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import functools
-import operator
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,12 +94,12 @@ def describe(
         _choose_casts(leaves, draft, dtype, options)
     _set_layouts(leaves, draft, mesh, specs, options)
     if subtrees:
-        tests = [parse_select(subtree) for subtree in subtrees]
-        draft.arrays = [
-            msgspec.structs.replace(array, subtree=_component_bits(tests, draft.records[array.number].path))
-            for array in draft.arrays
-        ]
-        used = functools.reduce(operator.or_, (array.subtree for array in draft.arrays), 0)
+        tests, used = [parse_select(subtree) for subtree in subtrees], 0
+        for index, array in enumerate(draft.arrays):
+            path = draft.records[array.number].path
+            bits = sum(1 << number for number, test in enumerate(tests) if test(path))  # subtrees may overlap
+            draft.arrays[index] = msgspec.structs.replace(array, subtree=bits)
+            used |= bits
         unused = [subtree for number, subtree in enumerate(subtrees) if not used >> number & 1]
         for message in _missing(unused, draft.structure).values():  # a subtree may hold no arrays
             raise TreeError(message)
@@ -169,11 +167,6 @@ def _missing(subtrees: Sequence[str], structure: Structure) -> dict[str, str]:
         for subtree in subtrees
         if not any(map(parse_select(subtree), paths))
     }
-
-
-def _component_bits(tests: Sequence[Callable[[str], bool]], path: str) -> int:
-    """A bit for each subtree that a path belongs to, because subtrees may overlap."""
-    return sum(1 << number for number, test in enumerate(tests) if test(path))
 
 
 _ARRAY_TYPES = set[type]()
@@ -304,25 +297,29 @@ def _shardings(
     mesh: Mesh,
     requested_specs: Mapping[str, Spec],
     options: Options,
-) -> tuple[list[NamedSharding | None], list[Problem]]:
+) -> tuple[list[NamedSharding], list[Problem]]:
     """The sharding of each group of leaves on the storage mesh, and the problems."""
-    leaf_groups: list[LeafGroup] = []
+    leaf_groups, problems = list[LeafGroup](), list[Problem]()
     for group in groups:
         first, paths = leaves[group[0]], [leaves[number].path for number in group]
-        spec = requested_specs.get(first.path)
+        spec, sharding = requested_specs.get(first.path), first.value.sharding
         try:
-            own = _own_spec(first.value.sharding) if spec is None else ()
+            own = spec_of(sharding.spec) if spec is None and isinstance(sharding, NamedSharding) else ()
+            leaf_groups.append(LeafGroup(paths, first.value.shape, own, spec))
         except SpecError as error:
-            return [], [_layout_problem(path, error) for path in paths]
-        leaf_groups.append(LeafGroup(paths, first.value.shape, own, spec))
+            problems.extend(_layout_problem(path, error) for path in paths)
+    if problems:
+        return [], problems
     specs, problems = assign_specs(mesh_axes(mesh), leaf_groups, options)
-    shardings: list[NamedSharding | None] = []
+    if problems:
+        return [], problems
+    shardings = list[NamedSharding]()
     for group, spec in zip(groups, specs, strict=True):
         try:
             first = leaves[group[0]]
             own = first.value.sharding
             reduced = () if first.path in requested_specs else reduced_axes(own)
-            shardings.append(None if problems else named_sharding(mesh, spec, memory_kind(own), reduced))
+            shardings.append(named_sharding(mesh, spec, memory_kind(own), reduced))
         except LayoutError as error:
             problems.extend(_layout_problem(leaves[number].path, error) for number in group)
     return shardings, problems
@@ -343,10 +340,6 @@ def _leaf_layout(
         layout, is_moved = _storage_layout(own, stored, value.shape, leaf.path)
     recorded = leaf.value.sharding if mesh_sharding is None else mesh_sharding
     return layout, is_moved, table.add(recorded, committed=mesh_sharding is not None or leaf.value.committed)
-
-
-def _own_spec(sharding: Sharding) -> Spec:
-    return spec_of(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
 
 def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:

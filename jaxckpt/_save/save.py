@@ -274,8 +274,8 @@ def _destination(
 def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     """Save completely, or until the lane that writes no longer needs the caller. Every process.
 
-    The lane runs `RunningSave.run`, which notes the outcome, and in it `_save_in_lane`, inside of `attempts` and
-    `run_and_notify` if the request has them. Returns the save, which has ended if it is not in the background.
+    The lane runs `RunningSave.run`, which notes the outcome, and in it `_save_in_lane`, inside of `carry_out`.
+    Returns the save, which has ended if it is not in the background.
     """
     start_time, options = time.perf_counter(), request.options
     if background and not request.is_last_step and options.when_busy == "skip" and _is_busy(call):
@@ -301,12 +301,10 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
         """`repeated` is the call of another attempt."""
         return _save_in_lane(replace(prepared, call=repeated or call), running, background)
 
-    carry_out = work if request.attempts is None else functools.partial(request.attempts, work)
-    if request.on_done is not None:
-        carry_out = functools.partial(run_and_notify, carry_out, request.on_done)
+    carried_out = functools.partial(carry_out, work, request.attempts, request.on_done)
     try:
         # Returns when the lane releases the caller or has ended. The outcome is in `running`, not in the task.
-        call.start(functools.partial(running.run, carry_out), until=request.deadline)
+        call.start(functools.partial(running.run, carried_out), until=request.deadline)
         if request.deadline is not None and not running.is_staged:
             call.cancellation.cancel(TimeoutError("the data was copied but not written before the deadline"))
         if not background:
@@ -329,17 +327,21 @@ def _is_busy(call: Call) -> bool:
 # In a lane ---------------------------------------------------------------------------------------------
 
 
-def run_and_notify(
-    work: Callable[[RunningSave], SaveInfo], on_done: Callable[[SaveInfo], object], running: RunningSave
+def carry_out(
+    work: Callable[..., SaveInfo],
+    attempts: Callable[[Callable[..., SaveInfo], RunningSave], SaveInfo] | None,
+    on_done: Callable[[SaveInfo], object] | None,
+    running: RunningSave,
 ) -> SaveInfo:
     """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""
-    info = work(running)
-    running.mark_published()
-    try:
-        run_outside(functools.partial(on_done, running.with_times(info)))
-    except BaseException as error:
-        error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {running.path} was published")
-        raise
+    info = work(running) if attempts is None else attempts(work, running)
+    if on_done is not None:
+        running.mark_published()
+        try:
+            run_outside(functools.partial(on_done, running.with_times(info)))
+        except BaseException as error:
+            error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {running.path} was published")
+            raise
     return info
 
 

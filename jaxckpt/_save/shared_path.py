@@ -72,8 +72,7 @@ class SharedPath:
             folder = data_folder(save_id)
             with call.rendezvous("saving") as rendezvous:
                 # Exchanges are collective, so no process may begin them before all are prepared.
-                exchanging = exchanges(prepared.plan, prepared.draft) if is_collective else contextlib.nullcontext()
-                with rendezvous.joined_by_all(), exchanging as calls:
+                with rendezvous.joined_by_all(), exchanges(prepared.plan, prepared.draft) as calls:
                     written = self.write(share, folder, staged or share.staged_objects(calls))
                 published = self.publish(rendezvous, prepared, save_id, transaction, written)
             share.remember(folder)
@@ -166,7 +165,7 @@ class SharedPath:
         """Make the data durable and publish the manifest. From then on, the call cannot be cancelled. Process 0."""
         if sync:
             with call.phases.timed("sync"), call.watchdog.operation(f"syncing {self.store.url}"):
-                transaction.sync(stacks)
+                transaction.store.sync_data(transaction.data, stacks)
         call.cancellation.check()
         call.cancellation.end()
         with call.phases.timed("publish"), call.watchdog.operation(f"publishing {self.store.url}"):

@@ -134,11 +134,9 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
 
     Raises InputError if the index of an object would be larger than readers accept.
     """
-    groups: dict[_Form, list[int]] = {}
+    groups = defaultdict[_Form, list[int]](list)
     for leaf in leaves:
-        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.is_exchanged, leaf.subtree), []).append(
-            leaf.number
-        )
+        groups[leaf.dtype, leaf.shape, leaf.layout, leaf.is_exchanged, leaf.subtree].append(leaf.number)
     total = sum(
         math.prod(shape) * DTYPES[dtype].itemsize * len(rows) for (dtype, shape, _, _, _), rows in groups.items()
     )

@@ -513,18 +513,13 @@ class Bucket:
         """A save that started from a manifest other than the current one can never publish. With `evict`, no other save
         can."""
         left = False
-        for name in sorted({name for name, _ in self._data_keys()}):
-            if name == current:
-                continue
+        for name in sorted({name for name, _ in self._data_keys()} - {current}):
             content = self.read(f"{name}/{WRITER}")
             # Read last, because this folder may have been published since the listing.
             manifest = self.read(MANIFEST)
-            if may_reference_data(manifest, name):
-                left = True
-                continue
             note = parse_note(content)
-            if content is not None and not note:
-                left = True  # its writer is unknown
+            if may_reference_data(manifest, name) or (content is not None and not note):  # or its writer is unknown
+                left = True
                 continue
             no_writer = content is None or note.get("state") in ("published", "swept")
             outdated = evict or note.get("replaces") != manifest_identity(manifest)
@@ -707,14 +702,11 @@ class Bucket:
     def _keys_to_read(self, below: str = "") -> HedgedKeys:
         """The keys of this checkpoint, or below one of its folders."""
         server = _server(self.spec)
-        return HedgedKeys(lambda: self._keys + below, functools.partial(self._open_spare, below), server)
 
-    def _open_spare(self, below: str) -> ts.KvStore:
-        return (
-            _open_store(self.spec, self.retry_seconds, _SPARE_REQUESTS, _server(self.spec).generation)
-            + self.path
-            + below
-        )
+        def open_spare() -> ts.KvStore:
+            return _open_store(self.spec, self.retry_seconds, _SPARE_REQUESTS, server.generation) + self.path + below
+
+        return HedgedKeys(lambda: self._keys + below, open_spare, server)
 
     @property
     def _is_google(self) -> bool:

@@ -194,7 +194,8 @@ class ObjectDecoder:
         order = np.argsort(self.chunk_table.starts[numbers]).tolist()
         numbers, chunks = [numbers[position] for position in order], [chunks[position] for position in order]
         stored = np.empty(len(chunks), "<u4")
-        buffers = _interleave(chunks, stored)
+        buffers: list[Any] = [None] * (2 * len(chunks))  # in file order: each chunk and its checksum
+        buffers[0::2], buffers[1::2] = chunks, stored.view(np.uint8).reshape(-1, 4)
         sums = list[int]()
         for runs in self.chunk_table.runs(self.path, numbers, range(0, len(chunks), self._n_chunks(READ_BYTES))):
             for start, begun, end in runs:
@@ -243,19 +244,15 @@ class ObjectDecoder:
             return
         damaged = np.flatnonzero(np.array(sums, "<u4") != stored)
         if len(damaged):
-            raise self._damage(numbers[int(damaged[0])])
+            box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
+            assert box is not None, "chunks outside of the stack are not read"
+            location = f"{show_box(box)} of the stack"
+            error = DataError(f"{self.path} has a damaged chunk ({location}): its crc32c does not match")
+            error.rows = box[0]
+            raise error
         if has_invalid_bools:
             raise DataError(f"{self.path} has values that are neither true nor false")
         self.chunk_table.record_sums(self.path, numbers, stored)
-
-    def _damage(self, number: int) -> DataError:
-        """The error of a damaged chunk."""
-        box = zarr.chunk_box(self.stack, self.index, number)
-        assert box is not None, "chunks outside of the stack are not read"
-        location = f"{show_box(box)} of the stack"
-        error = DataError(f"{self.path} has a damaged chunk ({location}): its crc32c does not match")
-        error.rows = box[0]
-        return error
 
 
 def _has_invalid_bools(data: Array) -> bool:
@@ -316,11 +313,11 @@ class ChunkTable:
 def _group_by_shared_chunks(targets: Sequence[Target], sides: Sequence[int]) -> Iterator[list[Target]]:
     """Group neighboring boxes that share chunks."""
     group: list[Target] = []
-    group_cells: Sequence[tuple[int, int]] = ()
+    group_cells: Box = ()
     for target in targets:
         cells = touched_cells(target[0], sides)
         if group and all(a < d and c < b for (a, b), (c, d) in zip(cells, group_cells, strict=True)):
-            group_cells = hull((cells, tuple(group_cells)))
+            group_cells = hull((cells, group_cells))
         else:
             if group:
                 yield group
@@ -350,14 +347,6 @@ def _batches(blocks: Sequence[_Block], most: int) -> Iterator[list[_Block]]:
         count += len(block[0].numbers)
     if group:
         yield group
-
-
-def _interleave(chunks: Sequence[Any], sums: Sums) -> list[Any]:
-    """Buffers in file order: each chunk and its checksum."""
-    buffers: list[Any] = [None] * (2 * len(chunks))
-    buffers[0::2] = chunks
-    buffers[1::2] = sums.view(np.uint8).reshape(-1, 4)
-    return buffers
 
 
 # Checksums ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import errno
 import functools
 import os
 import stat
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -91,8 +90,6 @@ class FileReader(ArrayReader):
     chunk_tables: dict[tuple[int, ...], ChunkTable] = field(default_factory=dict[tuple[int, ...], ChunkTable])
     """The indexes of the objects that were opened."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
     def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         by_object: dict[tuple[int, ...], list[Target]] = {}
         touched: list[list[tuple[int, ...]]] = []
@@ -128,9 +125,7 @@ class FileReader(ArrayReader):
 
     def _chunk_table(self, path: str, handle: int, index: tuple[int, ...]) -> ChunkTable:
         """The index of an object; read once."""
-        with self.lock:
-            chunk_table = self.chunk_tables.get(index)
-        if chunk_table is not None:
+        if (chunk_table := self.chunk_tables.get(index)) is not None:
             return chunk_table
         length, digest = self.expected[zarr.index_key(index)]
         status = os.fstat(handle)
@@ -140,9 +135,8 @@ class FileReader(ArrayReader):
             raise DataError(f"{path} is {size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
         read_into(path, handle, length - len(tail), [tail])
-        chunk_table = ChunkTable(path, self.stack, tail, length, digest)
-        with self.lock:  # two threads may have read it at the same time; both must note their checks in one object
-            return self.chunk_tables.setdefault(index, chunk_table)
+        # Two threads may have read it at the same time; both must note their checks in one object.
+        return self.chunk_tables.setdefault(index, ChunkTable(path, self.stack, tail, length, digest))
 
 
 def link(old: str, new: str, base_folder: str, length: int, *, sync: bool) -> None:
@@ -202,10 +196,8 @@ def make_folders(path: str, folder: str) -> None:
     while len(above[-1]) > len(folder) + 2:
         above.append(os.path.dirname(above[-1]))
     for missing in reversed(above):
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(missing)
-        except FileExistsError:
-            continue
 
 
 def write_all(handle: int, buffers: Sequence[Any]) -> None:

@@ -76,7 +76,7 @@ def find_lost(store: Store) -> list[str]:
         return []
     lost = [data for data in published if _still_has_copy(store, data)]
     newest = _newest(store, lost)
-    return [*(data for data in lost if data != newest), *(data for data in lost if data == newest)]
+    return sorted(lost, key=lambda data: data == newest)
 
 
 def _newest(store: Store, published: list[str]) -> str | None:
@@ -104,14 +104,6 @@ def _still_has_copy(store: Store, data: str) -> bool:
     except CorruptError:  # damaged, or not a plain file
         return True
     return not manifest.stacks and not manifest.process_states
-
-
-def lost_error(store: Store, data: str) -> ManifestError:
-    """The error for a path whose data folder `data` was published, without its manifest."""
-    return ManifestError(
-        f"{store.url} has lost its {MANIFEST}: {data} was published, and jaxckpt has not deleted it. Unless it is still"
-        f" being copied there, {repair_hint(store)}"
-    )
 
 
 def repair_hint(store: Store) -> str:
@@ -220,7 +212,10 @@ def _missing_error(store: Store) -> NotACheckpointError | ManifestError:
         try:
             names = store.names()
             if any(map(is_data_folder, names)) and (lost := find_lost(store)):
-                return lost_error(store, lost[-1])
+                return ManifestError(
+                    f"{store.url} has lost its {MANIFEST}: {lost[-1]} was published, and jaxckpt has not deleted it."
+                    f" Unless it is still being copied there, {repair_hint(store)}"
+                )
             reason = _missing_reason(store, names)
         except StorageError as error:
             if error.errno not in UNLISTABLE:

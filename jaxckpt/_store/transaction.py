@@ -50,10 +50,6 @@ class Transaction:
         self._is_committed = False
         self._is_closed = False
 
-    def sync(self, stacks: Iterable[Stack]) -> None:
-        """Make each zarr.json, the data folder, and those folders above it durable that may be new."""
-        self.store.sync_data(self.data, stacks)
-
     def commit(self, manifest: bytes, *, sync: bool) -> None:
         """Atomically replace the previous manifest by this one, which describes the data."""
         self.store.publish(self.data, manifest, self.previous, sync=sync)

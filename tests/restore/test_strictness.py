@@ -1101,10 +1101,12 @@ def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: 
             jaxckpt.save(tmp_path / "c", tree)
     mesh = Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
-        unsummed = jax.sharding.reshard(jnp.arange(8.0), P("y", unreduced={"x"}))
+        unsummed, other = (jax.sharding.reshard(jnp.arange(n), P("y", unreduced={"x"})) for n in (8.0, 16.0))
         whole = jax.sharding.reshard(jnp.arange(8.0), P("y", reduced={"x"}))
-    with pytest.raises(jaxckpt.errors.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced mesh axes \['x'\]"):
-        jaxckpt.save(tmp_path / "c", {"w": unsummed})
+    unreduced = r"cannot .*: PartitionSpec has unreduced mesh axes \['x'\]"
+    for named in ({}, {"mesh": mesh}):
+        with pytest.raises(jaxckpt.errors.SpecError, match=rf"(?s)2 leaves.*'v' {unreduced}.*'w' {unreduced}"):
+            jaxckpt.save(tmp_path / "c", {"v": other, "w": unsummed}, **named)
     jaxckpt.save(tmp_path / "c", {"w": whole})
     assert jaxckpt.restore(tmp_path / "c")["w"].sharding.spec == whole.sharding.spec
     with pytest.raises(jaxckpt.errors.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced"):
