@@ -244,15 +244,20 @@ class ObjectDecoder:
             return
         damaged = np.flatnonzero(np.array(sums, "<u4") != stored)
         if len(damaged):
-            box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
-            assert box is not None, "chunks outside of the stack are not read"
-            location = f"{show_box(box)} of the stack"
-            error = DataError(f"{self.path} has a damaged chunk ({location}): its crc32c does not match")
-            error.rows = box[0]
-            raise error
+            raise self._damage(numbers[int(damaged[0])])
         if has_invalid_bools:
             raise DataError(f"{self.path} has values that are neither true nor false")
         self.chunk_table.record_sums(self.path, numbers, stored)
+
+    def _damage(self, number: int) -> DataError:
+        """The error of a damaged chunk. Not in a variable of the function that raises it: its traceback holds that
+        function's variables, so the buffers of the read would stay in memory."""
+        box = zarr.chunk_box(self.stack, self.index, number)
+        assert box is not None, "chunks outside of the stack are not read"
+        location = f"{show_box(box)} of the stack"
+        error = DataError(f"{self.path} has a damaged chunk ({location}): its crc32c does not match")
+        error.rows = box[0]
+        return error
 
 
 def _has_invalid_bools(data: Array) -> bool:
