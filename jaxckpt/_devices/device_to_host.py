@@ -32,7 +32,7 @@ DEVICE_BYTES = 256 << 20
 """Memory of each device for pieces that were cut, cast, stacked or exchanged, until their copies have ended. If more is
 needed, the caller waits for the oldest copies. A link moves this much in about 10 ms."""
 
-Index = tuple[slice | int, ...]
+Index = tuple[slice, ...]
 
 ShardNumbers = tuple[int, ...]
 """The shards of an array that hold the same box, by their index in `addressable_data`."""

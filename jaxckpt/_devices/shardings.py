@@ -206,7 +206,7 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
         if not all(number in devices for number in saved.devices):
             raise LayoutError(_missing_devices(saved.devices, devices))
         grid = np.array([devices[number] for number in saved.devices]).reshape(tuple(saved.axes.values()))
-        types = tuple(getattr(jax.sharding.AxisType, name) for name in saved.types)
+        types = tuple(getattr(AxisType, name) for name in saved.types)
         mesh = Mesh(grid, tuple(saved.axes), axis_types=types)
         spec = partition_spec(tuple(tuple(entry) for entry in record.spec), record.reduced)
         try:

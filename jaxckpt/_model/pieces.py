@@ -1,4 +1,4 @@
-"""The data of an object: the pieces in host memory that form it, and blocks in their stored form."""
+"""The data of an object: the pieces in host memory that form it, and how arrays are copied."""
 
 from __future__ import annotations
 

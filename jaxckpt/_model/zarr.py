@@ -17,7 +17,7 @@ from jaxckpt._model.grid import Box, IntArray, touched_cells
 from jaxckpt._model.stacks import Stack
 
 CHUNK_BATCH_BYTES = 1 << 20
-"""Bytes of chunks that are gathered, checksummed and written together, so that they stay in a core's cache."""
+"""Bytes of chunks that are gathered and hashed together, so that they stay in a core's cache."""
 
 
 def metadata(stack: Stack) -> bytes:

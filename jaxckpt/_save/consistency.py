@@ -56,7 +56,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """Digest of each compared thing, by its key in `_REASONS`."""
 
     checksums: list[int | None]
-    """For each bucket of values, a checksum; None in a process that does not hold them."""
+    """For each group of values, a checksum; None in a process that does not hold them."""
 
     numbers: list[int] = []
     """Numbers that process 0 needs, whether they are equal or not."""
@@ -149,7 +149,7 @@ def require_equal_fingerprints(fingerprints: Sequence[Fingerprint], groups: Sequ
                 f" every process must pass the same global tree and the same arguments.{_ADVICE.get(name, '')}"
             )
     problems: list[str] = []
-    for number, bucket in enumerate(groups):
+    for number, group in enumerate(groups):
         sums = {
             process: fingerprint.checksums[number]
             for process, fingerprint in enumerate(fingerprints)
@@ -159,8 +159,7 @@ def require_equal_fingerprints(fingerprints: Sequence[Fingerprint], groups: Sequ
         unequal = [process for process, checksum in sums.items() if checksum != sums[first]]
         if unequal:
             leaves = [
-                show_path(path) + (f" ({value[:40]} in process 0)" if not first else "")
-                for path, value in bucket.values
+                show_path(path) + (f" ({value[:40]} in process 0)" if not first else "") for path, value in group.values
             ]
             shown = ", ".join(leaves[:3]) + (f", or one of {len(leaves) - 3} others" if len(leaves) > 3 else "")
             problems.append(f"{shown}: {process_names(unequal)} and process {first} differ")

@@ -283,12 +283,12 @@ def _set_layouts(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs:
     for number, value in draft.values.items():
         placed = layouts.get(number)
         if placed is None:
-            layout, is_moved = Layout((1,) * value.ndim, _HOST), False
+            layout, is_exchanged = Layout((1,) * value.ndim, _HOST), False
         else:
-            layout, is_moved, record = placed
+            layout, is_exchanged, record = placed
             draft.records[number] = msgspec.structs.replace(draft.records[number], layout=record)
         dtype = draft.casts.get(number, value.dtype) if draft.casts else value.dtype
-        draft.arrays.append(ArrayLeaf(number, dtype_name(dtype), value.shape, layout, is_moved))
+        draft.arrays.append(ArrayLeaf(number, dtype_name(dtype), value.shape, layout, is_exchanged))
 
 
 def _shardings(
@@ -335,11 +335,11 @@ def _leaf_layout(
     """Cells and holders of a leaf, whether it must be exchanged first, and the index of its layout record."""
     own = value.sharding if value.committed else None
     stored = own if mesh_sharding is None else mesh_sharding
-    layout, is_moved = Layout((1,) * value.ndim, _HOST), False
+    layout, is_exchanged = Layout((1,) * value.ndim, _HOST), False
     if stored is not None:  # otherwise each process has its own array on its own default device
-        layout, is_moved = _storage_layout(own, stored, value.shape, leaf.path)
+        layout, is_exchanged = _storage_layout(own, stored, value.shape, leaf.path)
     recorded = leaf.value.sharding if mesh_sharding is None else mesh_sharding
-    return layout, is_moved, table.add(recorded, committed=mesh_sharding is not None or leaf.value.committed)
+    return layout, is_exchanged, table.add(recorded, committed=mesh_sharding is not None or leaf.value.committed)
 
 
 def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ...], path: str) -> tuple[Layout, bool]:

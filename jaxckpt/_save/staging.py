@@ -136,7 +136,7 @@ class StagedObject:
 def exchanges(plan: SavePlan, draft: Draft) -> CollectiveCalls[tuple[int, tuple[int, ...], Box], list[jax.Array]]:
     """All exchanges of a save, one for each object (stack, index, box) of the stacks that are exchanged; each returns
     the box of each row. All processes take part in each, regardless of which one writes the object."""
-    exchanged = (number for number, moved in enumerate(plan.exchanged) if moved)
+    exchanged = (number for number, is_exchanged in enumerate(plan.exchanged) if is_exchanged)
     objects = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
     return CollectiveCalls(objects, lambda entry, _: _exchange_rows(plan, draft, entry[0], entry[2]))
 

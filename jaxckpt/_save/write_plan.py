@@ -190,7 +190,7 @@ def _plan_for_sizes(
     return SavePlan(
         tuple(stacks),
         tuple(tuple(numbers) for numbers in groups.values()),
-        tuple(moved for _, _, _, moved, _ in groups),
+        tuple(is_exchanged for _, _, _, is_exchanged, _ in groups),
         tuple(layouts),
         tuple(loads.tolist()),
         sum(len(cut.layout.holders) * math.prod(cut.counts) for cut in cuts),

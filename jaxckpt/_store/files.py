@@ -70,7 +70,7 @@ class FileWriter:
 
 @dataclass(frozen=True, slots=True)
 class FileReader(ArrayReader):
-    """Reads boxes of a stack that is not compressed, from the stack's `folder`."""
+    """Reads boxes of a stack that is not compressed."""
 
     shares_chunks: ClassVar[bool] = True
     serves_any_plan: ClassVar[bool] = True

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import logging
 import math
 import queue
 import time
@@ -243,7 +242,7 @@ class HedgedRead:
         """Send the read again. The first request is written off, so it leaves its place to another read."""
         self._is_repeated = True
         seconds = time.monotonic() - self._sent_at
-        log.log(logging.DEBUG, "%s: no answer after %.2f s, reading it again", self._key, seconds)
+        log.debug("%s: no answer after %.2f s, reading it again", self._key, seconds)
         place, self._place = self._place, None
         assert place is not None
         self._request(self._keys.open_spare, place)
