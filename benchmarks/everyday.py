@@ -1,14 +1,16 @@
 """What a user waits for every day, in milliseconds: jaxckpt compared with Orbax, both with their defaults.
 
-Ten small leaves; a run of 5,000 kept steps; a restore of 20,000 leaves that is refused, because one leaf has another
-shape; the start of a run in a bucket (moto's S3 server, to which Orbax cannot write). The contenders take turns;
-reported are medians over the rounds. The number of requests for the bucket does not depend on the machine.
+Ten small leaves; 1 GiB that is saved, and deleted again, while eight other processes compute; a run of 5,000 kept steps;
+a restore of 20,000 leaves that is refused, because one leaf has another shape; the start of a run in a bucket (moto's
+S3 server, to which Orbax cannot write). The contenders take turns; reported are medians over the rounds. The number of
+requests for the bucket does not depend on the machine.
 
     python benchmarks/everyday.py
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import shutil
@@ -27,6 +29,7 @@ if __name__ == "__main__":
     steady.begin()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 
+import contenders
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -34,6 +37,7 @@ import pytest
 import report
 import servers
 import stores
+import workloads
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -77,6 +81,28 @@ def small_trees(folder: Path) -> Iterator[tuple[str, Calls]]:
             "Orbax": lambda: checkpointer.restore(theirs, item=target, restore_args=arguments),
         },
     )
+
+
+def on_a_busy_machine(folder: Path) -> Iterator[tuple[str, Calls]]:
+    """16 leaves of 64 MiB, saved and deleted while eight processes compute."""
+    workload = workloads.workload("a")
+    tree = workload.place()
+    kinds = [kind for kind in contenders.CONTENDERS if kind.name in ("jaxckpt", "Orbax raw", "Orbax OCDBT")]
+    taking_part = {kind.name: kind(folder, workload) for kind in kinds}
+
+    def save(one: contenders.Contender) -> None:
+        one.save(tree)
+        one.remove()
+
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    try:
+        yield (
+            "1 GiB, eight processes compute",
+            {name: functools.partial(save, one) for name, one in taking_part.items()},
+        )
+    finally:
+        for process in spinning:
+            process.kill()
 
 
 def long_runs(folder: Path) -> Iterator[tuple[str, Calls]]:
@@ -165,7 +191,7 @@ def main() -> None:
     requests: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
-        parts = small_trees(folder), refused(folder), long_runs(folder), in_buckets(requests)
+        parts = small_trees(folder), on_a_busy_machine(folder), refused(folder), long_runs(folder), in_buckets(requests)
         for title, calls in itertools.chain(*parts):
             times: dict[str, list[float]] = {contender: [] for contender in calls}
             for number in range(given.rounds + 1):
