@@ -1,6 +1,6 @@
 """What a user waits for every day, in milliseconds: jaxckpt compared with Orbax, both with their defaults.
 
-Ten small leaves; 1 GiB that is saved, and deleted again, while eight other processes compute; a run of 5,000 kept steps;
+Ten small leaves; 1 GiB that is saved and deleted while eight other processes compute; a run of 5,000 kept steps;
 a restore of 20,000 leaves that is refused, because one leaf has another shape; the start of a run in a bucket (moto's
 S3 server, to which Orbax cannot write). The contenders take turns; reported are medians over the rounds. The number of
 requests for the bucket does not depend on the machine.
