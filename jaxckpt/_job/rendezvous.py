@@ -33,6 +33,7 @@ import json
 import logging
 import math
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -347,12 +348,13 @@ class Rendezvous:
 
     def _next_post(self, seconds: float) -> tuple[str, str] | None:
         """The next text to post. Raises queue.Empty after so many seconds; meanwhile, `awake_seconds` keeps going."""
-        until = awake_seconds() + seconds
+        until = time.monotonic() + seconds  # by this clock, because the others wait for a heartbeat
         while True:
-            left = until - awake_seconds()
+            left = until - time.monotonic()
             try:
                 return self._posts.get(timeout=max(0.0, min(_POLL_SECONDS, left)))
             except queue.Empty:
+                awake_seconds()
                 if left <= _POLL_SECONDS:
                     raise
 

@@ -105,9 +105,9 @@ class Resolved:
 
 
 @functools.cache
-def host_leaf(kind: str) -> LeafForm:
+def host_leaf(kind: str, cast: _Dtype | None = None) -> LeafForm:
     """What a leaf is restored as without devices: kind "numpy" for kinds that are restored onto devices."""
-    return LeafForm("numpy" if KINDS[kind].on_devices else kind)
+    return LeafForm("numpy" if KINDS[kind].on_devices else kind, cast)
 
 
 def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved:
@@ -127,7 +127,7 @@ def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved
     if losses:
         _raise_problems(manifest, request, match, losses, [], [])
     groups = _group(manifest, requests, {}, casts, policies)
-    return _resolved(groups, [replace(host_leaf(group.leaf.kind), cast=group.cast) for group in groups], match)
+    return _resolved(groups, [host_leaf(group.leaf.kind, group.cast) for group in groups], match)
 
 
 def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:

@@ -272,7 +272,7 @@ class _OwnReads:
     @property
     def seconds(self) -> float:
         """How long they took, or have taken so far; 0 if there are none."""
-        return (self._ended if self._n_read == len(self._reads) else awake_seconds()) - self._begun
+        return max(0.0, (self._ended if self._n_read == len(self._reads) else awake_seconds()) - self._begun)
 
 
 @dataclass(slots=True)

@@ -331,7 +331,8 @@ class RunningSave:
             self._info, self.is_published = outcome, True
         else:
             self.error = outcome
-            is_interrupt = not isinstance(outcome, Exception)  # which the caller has raised
+            # The caller has raised it. An on_done may also exit.
+            is_interrupt = not (isinstance(outcome, Exception) or self.is_published)
             if not (self.awaited or self._has_waiter or self.is_raised or is_interrupt):
                 what = "was published, but its on_done failed" if self.is_published else "failed"
                 _log.error("%s %s: %s", self.name, what, str(outcome) or type(outcome).__name__)

@@ -723,11 +723,12 @@ def test_an_error_of_on_done_is_raised_by_wait_and_the_checkpoint_stays(tmp_path
         jaxckpt.save_async(tmp_path / "d", TREE, on_done=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
 def test_an_error_of_on_done_is_logged_at_once_and_raised_by_the_next_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     def on_done(_: jaxckpt.SaveInfo) -> None:
-        raise ZeroDivisionError("of the callback")
+        raise kind("of the callback")
 
     with jaxckpt.Checkpointer(tmp_path, on_failure="continue") as checkpoints:
         checkpoints.save(1, TREE, on_done=on_done)
@@ -735,7 +736,7 @@ def test_an_error_of_on_done_is_logged_at_once_and_raised_by_the_next_save(
         while "was published, but its on_done failed: of the callback" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        with pytest.raises(ZeroDivisionError, match="of the callback") as caught:
+        with pytest.raises(kind, match="of the callback") as caught:
             checkpoints.save(2, TREE)
         assert caught.value.__notes__[-1] == "jaxckpt: step 2 is not saved because of this: call save(2, …) again"
         assert checkpoints.save(2, TREE)
