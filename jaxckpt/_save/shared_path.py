@@ -101,7 +101,7 @@ class SharedPath:
             if call.index == 0:
                 with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
                     transaction = self.claim(prepared.plan.stacks, save_id)
-                    until_saved.callback(transaction.close)
+                    until_saved.enter_context(contextlib.closing(transaction))
             with phases.timed("barrier"):
                 save_id = rendezvous.broadcast(save_id)
         with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
