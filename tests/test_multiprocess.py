@@ -63,6 +63,15 @@ def test_a_failure_during_an_exchange_does_not_block_the_others(run_processes: R
     assert "raised PeerFailedError process 0 failed with StorageError" in done[1].stdout, str(done[1])
 
 
+def test_an_exchange_that_fails_in_one_and_runs_in_another_names_the_dead(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    program = PROGRAMS / "half_an_exchange.py"
+    done = run_processes(program, processes=4, devices_per_process=1, args=str(tmp_path), timeout=60, check=False)
+    for process in (0, 1, 3):
+        assert done[process].stdout.startswith("PeerTimeoutError: process 2 of 4 did not respond"), str(done[process])
+
+
 def test_an_interrupt_during_an_exchange_does_not_block_the_others(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = PROGRAMS / "interrupted_exchange.py"
     done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=100)

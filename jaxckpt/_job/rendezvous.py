@@ -107,6 +107,9 @@ _LONGEST_POLL_SECONDS = 30.0
 """A request whose key is not posted in time stays in the service and takes 14 KB there until the key is posted (jaxlib
 0.6 to 0.10). 16,384 processes that ask every 0.5 s would cost process 0 460 MB for each second of a save."""
 
+_IN_EXCHANGE = '"in_exchange": true'
+"""Part of the message of a process in which an exchange has failed."""
+
 _EXCHANGE_SECONDS = 60.0
 """For how long an exchange may still run in other processes after it has failed in one (gloo: 30 s)."""
 
@@ -465,7 +468,8 @@ class Rendezvous:
             timeouts = {process: self._timeout_seconds(self._has_joined(silence.beats[process])) for process in awaited}
             silent = silence.longer_than(timeouts)
             # After a failed exchange, the processes in which it still runs wait for the outcome, as the failed ones do.
-            if len(silent) == len(awaited) or (silent and self._ends < math.inf) or awake_seconds() > self._ends:
+            is_over = self._ends < math.inf or any(_IN_EXCHANGE in text for text in answers.values())
+            if len(silent) == len(awaited) or (silent and is_over) or awake_seconds() > self._ends:
                 for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
                     answers |= self._read_posted(f"in/{min(block) // _BLOCK}")
                 timed_out = {process: timeouts[process] for process in sorted(silent) if process not in answers}
