@@ -468,8 +468,8 @@ class Rendezvous:
             timeouts = {process: self._timeout_seconds(self._has_joined(silence.beats[process])) for process in awaited}
             silent = silence.longer_than(timeouts)
             # After a failed exchange, the processes in which it still runs wait for the outcome, as the failed ones do.
-            is_over = self._ends < math.inf or any(_IN_EXCHANGE in text for text in answers.values())
-            if len(silent) == len(awaited) or (silent and is_over) or awake_seconds() > self._ends:
+            has_failed = self._ends < math.inf or (silent and any(_IN_EXCHANGE in text for text in answers.values()))
+            if len(silent) == len(awaited) or (silent and has_failed) or awake_seconds() > self._ends:
                 for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
                     answers |= self._read_posted(f"in/{min(block) // _BLOCK}")
                 timed_out = {process: timeouts[process] for process in sorted(silent) if process not in answers}
