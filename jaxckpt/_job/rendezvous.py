@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.progress import Moved
 from jaxckpt._pipeline.progress import log as _log
-from jaxckpt._pipeline.threads import Task, awake_seconds, start_thread
+from jaxckpt._pipeline.threads import POLL_SECONDS, Task, awake_seconds, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt.errors import (
     CorruptError,
@@ -97,7 +97,6 @@ def combined_error(failures: list[dict[str, Any]], what: str) -> PeerError:
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others
 
 _REQUESTS_PER_SECOND = 2000
@@ -355,10 +354,10 @@ class Rendezvous:
         while True:
             left = until - time.monotonic()
             try:
-                return self._posts.get(timeout=max(0.0, min(_POLL_SECONDS, left)))
+                return self._posts.get(timeout=max(0.0, min(POLL_SECONDS, left)))
             except queue.Empty:
                 awake_seconds()
-                if left <= _POLL_SECONDS:
+                if left <= POLL_SECONDS:
                     raise
 
     def _watch_exchange(self, silence: _Silence | None) -> _Silence | None:
@@ -468,8 +467,8 @@ class Rendezvous:
             timeouts = {process: self._timeout_seconds(self._has_joined(silence.beats[process])) for process in awaited}
             silent = silence.longer_than(timeouts)
             # After a failed exchange, the processes in which it still runs wait for the outcome, as the failed ones do.
-            has_failed = self._ends < math.inf or (silent and any(_IN_EXCHANGE in text for text in answers.values()))
-            if len(silent) == len(awaited) or (silent and has_failed) or awake_seconds() > self._ends:
+            is_over = silent and (self._ends < math.inf or any(_IN_EXCHANGE in text for text in answers.values()))
+            if is_over or len(silent) == len(awaited) or awake_seconds() > self._ends:
                 for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
                     answers |= self._read_posted(f"in/{min(block) // _BLOCK}")
                 timed_out = {process: timeouts[process] for process in sorted(silent) if process not in answers}
@@ -540,13 +539,13 @@ class Rendezvous:
         """The text posted under a key. Waits for this many seconds, at least a moment; None if nothing is posted."""
         if self._post_error is not None:
             raise self._service_failed(self._post_error) from self._post_error
-        milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.call.timeout_seconds / 4))
+        milliseconds = int(1000 * min(max(seconds, POLL_SECONDS), self.call.timeout_seconds / 4))
         waiting = Task(functools.partial(self.call.client.blocking_key_value_get, key, milliseconds))
-        if milliseconds <= 1000 * _POLL_SECONDS:
+        if milliseconds <= 1000 * POLL_SECONDS:
             waiting.run()
         else:
             start_thread(waiting.run, "jaxckpt-request")
-        while not waiting.wait(_POLL_SECONDS):
+        while not waiting.wait(POLL_SECONDS):
             self.call.cancellation.check()
         try:
             return waiting.result()
@@ -578,7 +577,7 @@ class Rendezvous:
             start_thread(task.run, "jaxckpt-request")
         except RuntimeError:  # Python 3.12 starts none during its shutdown
             task.run()
-        while not task.wait(_POLL_SECONDS):
+        while not task.wait(POLL_SECONDS):
             is_late = awake_seconds() - begun > self._timeout_seconds(has_joined=True)
             if is_late and (self.call.watchdog.is_exchanging or not in_exchange):
                 raise TimeoutError
