@@ -301,11 +301,10 @@ def require_bool(value: object, what: str, where: str = "") -> bool:
     return bool(value)
 
 
-def require_rate(value: float | None, what: str) -> float | None:
-    """Return a valid number of bytes per second, or None for no limit. Raises InputError for anything else."""
+def require_rate(value: float | None, what: str) -> None:
+    """Raise InputError unless this is a number of bytes per second above zero, or None for no limit."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"{what} must be a number above zero or None, found {reprlib.repr(value)}")
-    return value
 
 
 def require_seconds(value: object, what: str) -> float:

@@ -11,6 +11,7 @@ JaxckptError
 ├── CorruptError                       the stored data is not what was saved
 │   ├── ManifestError                  manifest.json is damaged, hostile, or in a newer format
 │   └── DataError                      an object or a zarr.json is missing, truncated, or altered
+│       └── UnsupportedError           a leaf of another library cannot be read, although it is not damaged
 ├── StorageError (OSError)             the file system or object store refused an operation or stopped responding
 └── PeerError                          this process stopped because of another process
     ├── PeerFailedError                it raised an error, which is quoted

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import keras
 
+from jaxckpt._restore.restore import RestoreArguments
 from jaxckpt._runs.checkpointer import Checkpointer
 from jaxckpt.errors import InputError
 
@@ -18,20 +19,25 @@ class Checkpoints(keras.callbacks.Callback):
 
     Args:
         checkpointer: The run. Close it, or leave its `with` block, after `fit`.
+        arguments: Keyword arguments of `Checkpointer.restore_or_init`, such as `strict=False` for a model with more
+            variables than the saved one.
 
     Raises:
         InputError: `checkpointer` is not a Checkpointer, or when training begins, the backend of Keras is not JAX.
 
     Examples:
         with jaxckpt.Checkpointer("run", every=1000, keep_last=2) as checkpointer:
-            model.fit(data, epochs=10, callbacks=[jaxckpt.keras.Checkpoints(checkpointer)])
+            epochs_done = (checkpointer.latest_step() or 0) // 1000  # batches in an epoch
+            callbacks = [jaxckpt.keras.Checkpoints(checkpointer)]
+            model.fit(data, epochs=10, initial_epoch=epochs_done, callbacks=callbacks)
     """
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
+    def __init__(self, checkpointer: Checkpointer, **arguments: Unpack[RestoreArguments]) -> None:
         super().__init__()
         if not isinstance(checkpointer, Checkpointer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Checkpoints takes a jaxckpt.Checkpointer, found a {type(checkpointer).__name__}")
         self.checkpointer = checkpointer
+        self._arguments = arguments
         self.step = 0
         """Batches that the model has been trained on, including those before the run was resumed."""
 
@@ -43,7 +49,7 @@ class Checkpoints(keras.callbacks.Callback):
                 " Keras is imported"
             )
         model: Any = self.model
-        last, state = self.checkpointer.restore_or_init(model.get_state_tree)
+        last, state = self.checkpointer.restore_or_init(model.get_state_tree, **self._arguments)
         model.set_state_tree(state)
         self.step = self._epoch_start = last or 0
 

@@ -16,6 +16,7 @@ Importing this module imports Orbax, which takes a second or two.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import importlib
 import logging
@@ -32,15 +33,16 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
 from orbax.checkpoint._src.metadata.value import StorageMetadata
-from orbax.checkpoint.checkpoint_args import get_registered_args_cls
+from orbax.checkpoint.checkpoint_args import get_registered_args_cls, has_registered_args
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jaxckpt._arguments.pytree import Leaf, flatten
-from jaxckpt._devices.shardings import TypedLeaf, saved_sharding
+from jaxckpt._devices.shardings import TypedLeaf, partition_spec, saved_sharding
 from jaxckpt._keywords import explain_keywords
+from jaxckpt._model.grid import spec_of
 from jaxckpt._model.paths import closest_hint, path_prefixes
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.tree import Tree, unflatten
@@ -73,7 +75,7 @@ def handler_registry(
     Args:
         options: See `jaxckpt.Options`.
         item_handlers: The handler of each item, or of the only item, in the form that `ocp.CheckpointManager` accepts.
-            A `Handler` replaces Orbax's pytree handlers; other handlers are kept.
+            A `Handler` replaces Orbax's pytree handlers; other handlers, also subclasses of these, are kept.
 
     Returns:
         An `ocp.handlers.DefaultCheckpointHandlerRegistry` in which every item saved or restored with `Save`, `Restore`,
@@ -95,12 +97,17 @@ def handler_registry(
         item_handlers = {"default": item_handlers}
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for name, own in {None: ours, **(item_handlers or {})}.items():
-        if isinstance(own, (Handler, *_PYTREE_HANDLERS)):
+        if isinstance(own, Handler) or type(own) in _PYTREE_HANDLERS:
             for kind in (Save, Restore, *_PYTREE_ARGS):
                 registry.add(name, kind, own if isinstance(own, Handler) else ours)
-        else:
+        elif has_registered_args(own):
             for kind in dict.fromkeys(get_registered_args_cls(own)):
                 registry.add(name, kind, own)
+        else:
+            raise InputError(
+                f"item_handlers: {type(own).__name__} has no arguments of its own: register them with"
+                " ocp.args.register_with_handler, or pass a jaxckpt.orbax.Handler"
+            )
     return registry
 
 
@@ -161,8 +168,9 @@ def register_v1(options: Options | None = None) -> None:
     """Make jaxckpt save and load the pytrees that the program passes to Orbax v1 after this call.
 
     `ocp.training.Checkpointer`, `ocp.save` and `ocp.load` of `orbax.checkpoint.experimental.v1`, and libraries that use
-    them, work as before. They also load checkpoints that Orbax itself wrote. The pytrees of a step are written one
-    after the other, in the order of their names, and all except the last before `save_checkpointables_async` returns.
+    them, work as before. They also load checkpoints that Orbax itself wrote. Call it before the program creates a
+    `Context` or a `Checkpointer` of v1. The pytrees of a step are written one after the other, in the order of their
+    names, and all except the last before `save_checkpointables_async` returns.
 
     Args:
         options: See `jaxckpt.Options`; `when_busy` is always "wait".
@@ -300,7 +308,10 @@ def _v1_cast(tree: Tree) -> Tree:
 
 
 async def _wait_and_mark(pending: PendingSave, path: Path) -> None:
-    await asyncio.to_thread(pending.wait)
+    try:
+        await asyncio.to_thread(pending.wait)
+    finally:
+        pending.wait()  # even if Orbax cancels this task: the next save of the step would raise the error of this one
     if jax.process_index() == 0:  # Orbax loads an item as a pytree only if it has this file
         await asyncio.to_thread(epath.Path(path, "_METADATA").write_text, "{}")
 
@@ -377,17 +388,20 @@ async def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Commit:
-    """A running save, in the form that Orbax waits for."""
+    """A running save, in the form that Orbax waits for. A cancelled save still ends, but Orbax does not publish it."""
 
     pending: PendingSave
+    is_cancelled: bool = False
 
     def result(self, timeout: float | None = None) -> None:
         self.pending.wait(timeout)
+        if self.is_cancelled:
+            raise concurrent.futures.CancelledError
 
-    def cancel(self) -> bool:
-        return False
+    def cancel(self) -> None:
+        self.is_cancelled = not self.pending.done
 
 
 def _restore_leaves(
@@ -451,7 +465,7 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
             return leaf.value
         saved = TypedLeaf(manifest, manifest.leaves[number])
         if is_standard:
-            return _standard(leaf.value, saved)
+            return _standard(leaf.value, saved, support_layout=args.support_layout)
         described = leaf.value if transforms is None else None
         return _translate_restore_args(restore_args.get(leaf.path, ocp.RestoreArgs()), saved, described)
 
@@ -521,19 +535,19 @@ def _require_leaves(requested_paths: set[str], manifest: Manifest) -> None:
         raise MismatchError.of("item and checkpoint differ", problems)
 
 
-def _standard(requested: Any, saved: TypedLeaf) -> Any:
+def _standard(requested: Any, saved: TypedLeaf, *, support_layout: bool) -> Any:
     """Translate a leaf of a StandardRestore's item into a leaf of a target. Concrete leaves mean the same in both."""
     if isinstance(requested, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
         return _translate_restore_args(ocp.RestoreArgs(), saved)
-    if not isinstance(requested, (jax.ShapeDtypeStruct, _metadata.ArrayMetadata)):
+    arrays = (jax.ShapeDtypeStruct, _metadata.ArrayMetadata, *([jax.Array] if support_layout else []))
+    if not isinstance(requested, arrays):
         return requested
     if requested.sharding is None and not saved.on_devices:
         return _translate_restore_args(
             ocp.RestoreArgs(restore_type=np.ndarray, dtype=requested.dtype), saved, requested
         )
-    return _translate_restore_args(
-        ocp.ArrayRestoreArgs(sharding=requested.sharding, dtype=requested.dtype), saved, requested
-    )
+    sharding = getattr(requested, "format", requested.sharding) if support_layout else requested.sharding
+    return _translate_restore_args(ocp.ArrayRestoreArgs(sharding=sharding, dtype=requested.dtype), saved, requested)
 
 
 def _translate_restore_args(restore_args: Any, saved: TypedLeaf, item: Any = None) -> Any:
@@ -575,15 +589,13 @@ def _restored_type(restore_args: Any, saved: TypedLeaf) -> Any:
     )
 
 
-def _requested_sharding(restore_args: Any) -> Sharding | None:
-    """The sharding that RestoreArgs request; None for the saved sharding."""
+def _requested_sharding(restore_args: Any) -> Any:
+    """The sharding, or the Format with a layout, that RestoreArgs request; None for the saved sharding."""
     sharding = getattr(restore_args, "sharding", None)
     if sharding is None:
         mesh = getattr(restore_args, "mesh", None)
         return None if mesh is None else NamedSharding(mesh, restore_args.mesh_axes or PartitionSpec())
-    if isinstance(sharding, _metadata.ShardingMetadata):
-        sharding = sharding.to_jax_sharding()
-    return sharding if isinstance(sharding, Sharding) else sharding.sharding  # from a jax.experimental.layout.Format
+    return sharding.to_jax_sharding() if isinstance(sharding, _metadata.ShardingMetadata) else sharding
 
 
 # Orbax's descriptions ---------------------------------------------------------------------------------------
@@ -623,7 +635,8 @@ def _describe_sharding(saved: TypedLeaf) -> Any:
         sharding = None if layout is None else saved_sharding(saved.manifest, layout)
     except LayoutError:
         return None
-    if isinstance(sharding, NamedSharding):
+    if isinstance(sharding, NamedSharding):  # without reduced mesh axes, which Orbax cannot describe
+        sharding = NamedSharding(sharding.mesh, partition_spec(spec_of(sharding.spec)))
         return _metadata.NamedShardingMetadata.from_jax_sharding(sharding)
     sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
     return _metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)

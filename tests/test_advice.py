@@ -165,6 +165,7 @@ for _name, _leaf in {
     "str": np.array(["a", "b"]),
     "bytes": np.array([b"a"]),
     "object": np.array([1, None, "x"]),
+    "strings": np.array(["a", "bc"], np.dtypes.StringDType()),
 }.items():
     _case = _dtype_case(_leaf, r"(leaf\.tolist\(\))", lambda loaded, of=_leaf.dtype: np.array(loaded, of))
     _case.__name__ = f"an_array_of_{_name}"

@@ -173,6 +173,10 @@ def test_a_hint_is_right_or_absent(name: str, unknown: str, hint: str) -> None:
         ("read_only", "jaxckpt.Run(directory)"),
         ("timeout_secs", "options=jaxckpt.Options(timeout_seconds=…)"),
         ("todelete_subdir", "is trash here"),
+        ("file_options", "umask"),
+        ("item_names", "save {name: tree}"),
+        ("item_handlers", "save {name: tree}, and JSON values as metadata="),
+        ("handler_registry", "save {name: tree}, and JSON values as metadata="),
         ("keep", "Flax's keep is keep_last here"),
         ("keep_lst", "did you mean keep_last?"),
         ("Every", "did you mean every?"),
@@ -317,6 +321,10 @@ def test_a_call_leaves_no_reference_cycle(tmp_path: Path) -> None:
         ("reached_preemption", "preempted"),
         ("check_for_errors", "wait()"),
         ("is_saving_in_progress", "pending"),
+        ("cancel", "runs to its end"),
+        ("delete_async", "delete(step)"),
+        ("save_checkpointables", "save(step, {name: tree})"),
+        ("load_checkpointables", "restore(step, {name: target})"),
     ],
 )
 def test_methods_of_orbaxs_manager_name_ours(tmp_path: Path, theirs: str, ours: str) -> None:

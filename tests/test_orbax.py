@@ -18,7 +18,8 @@ import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, RunProcesses
 
@@ -148,7 +149,9 @@ def test_steps_of_orbax_are_restored_and_new_ones_are_added(tmp_path: Path) -> N
         assert found.all_steps() == [1, 2]
 
 
-def test_arrays_may_be_donated_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No save is published before this is set."""
     gate = threading.Event()
     publish = Folder.publish
 
@@ -157,6 +160,10 @@ def test_arrays_may_be_donated_while_it_is_written(tmp_path: Path, monkeypatch: 
         publish(*args, **options)
 
     monkeypatch.setattr(Folder, "publish", held)
+    return gate
+
+
+def test_arrays_may_be_donated_while_it_is_written(tmp_path: Path, gate: threading.Event) -> None:
     state = {"w": jnp.arange(32.0).reshape(8, 4), "host": np.arange(3)}
     with manager(tmp_path / "run") as found:
         found.save(0, args=ocp.args.StandardSave(state))  # returns although nothing can be published
@@ -167,6 +174,21 @@ def test_arrays_may_be_donated_while_it_is_written(tmp_path: Path, monkeypatch: 
         gate.set()
         found.wait_until_finished()
         assert_same(found.restore(0), {"w": jnp.arange(32.0).reshape(8, 4), "host": np.arange(3)})
+
+
+def test_a_cancelled_save_is_not_published(tmp_path: Path, gate: threading.Event) -> None:
+    state = {"w": jnp.ones(4)}
+    with ocp.AsyncCheckpointer(jaxckpt.orbax.Handler()) as checkpointer:
+        checkpointer.save(tmp_path / "x", args=ocp.args.StandardSave({"w": jnp.zeros(4)}))
+        checkpointer.cancel()
+        threading.Timer(0.3, gate.set).start()
+        checkpointer.wait_until_finished()
+        assert gate.is_set(), "the save has ended"
+        assert not (tmp_path / "x").exists()
+        checkpointer.save(tmp_path / "x", args=ocp.args.StandardSave(state))
+        checkpointer.wait_until_finished()
+        checkpointer.cancel()
+        assert_same(checkpointer.restore(tmp_path / "x"), state)
 
 
 def test_a_save_that_fails_is_reported_and_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,6 +492,42 @@ def test_item_metadata_equals_orbaxs(tmp_path: Path) -> None:
         assert restored["w"].sharding == OVER
 
 
+def test_item_metadata_of_an_array_with_reduced_mesh_axes(tmp_path: Path) -> None:
+    over = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(over):
+        w = jax.sharding.reshard(jnp.arange(8.0), P("y", reduced={"x"}))
+    with manager(tmp_path / "run") as found:
+        found.save(0, args=ocp.args.StandardSave({"w": w}))
+        found.wait_until_finished()
+        described = found.item_metadata(0).tree["w"].sharding
+        assert described.to_jax_sharding() == NamedSharding(over, P("y"))
+        assert found.restore(0)["w"].sharding == w.sharding
+
+
+def test_a_layout_in_device_memory_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    columns = Format(Layout((1, 0)), OVER)
+    struct = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=columns)
+    with manager(tmp_path / "run") as found:
+        found.save(0, args=ocp.args.PyTreeSave({**STATE, **KEYS}))
+        for args in (
+            pytree(restore_args={**ARGS({**STATE, **KEYS}), "w": ocp.ArrayRestoreArgs(sharding=columns)}),
+            standard({**STATE, **KEYS, "w": struct}, support_layout=True),
+            standard({**STATE, **KEYS, "w": jax.device_put(STATE["w"], columns)}, support_layout=True),
+        ):
+            with pytest.raises(MismatchError, match=r"'w' asks for .*\(1, 0\).*give only the sharding"):
+                found.restore(0, args=args)
+        for args in (
+            pytree(restore_args={**ARGS({**STATE, **KEYS}), "w": ocp.ArrayRestoreArgs(sharding=STATE["w"].format)}),
+            standard({**STATE, **KEYS}, support_layout=True),
+            standard({**structs(STATE), **KEYS}, support_layout=True),
+            standard({**STATE, **KEYS, "w": struct}),  # like Orbax's own
+        ):
+            restored = found.restore(0, args=args)
+            assert restored["w"].format == STATE["w"].format
+            assert_same({name: restored[name] for name in STATE}, STATE)
+            assert (restored["k"] == KEYS["k"]).all()
+
+
 CHECKPOINTERS: list[Any] = [ocp.Checkpointer, ocp.AsyncCheckpointer]
 
 
@@ -528,6 +586,30 @@ def test_item_handlers_of_a_program(tmp_path: Path) -> None:
         assert_same(restored["items"], STATE)
         assert (restored["config"], restored["ours"]) == ({"a": 1}, {"n": 1})
     assert (tmp_path / "run/0/items/manifest.json").is_file()
+
+
+def test_a_subclass_of_orbaxs_handler_is_kept(tmp_path: Path) -> None:
+    class Own(ocp.PyTreeCheckpointHandler):
+        pass
+
+    with pytest.raises(InputError, match=r"Own has no arguments of its own: .* ocp\.args\.register_with_handler, or"):
+        jaxckpt.orbax.handler_registry(item_handlers={"items": Own()})
+
+    @ocp.args.register_with_handler(Own, for_save=True)
+    class Save(ocp.args.PyTreeSave):
+        pass
+
+    @ocp.args.register_with_handler(Own, for_restore=True)
+    class Restore(ocp.args.PyTreeRestore):
+        pass
+
+    registry = jaxckpt.orbax.handler_registry(item_handlers={"items": Own()})
+    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as found:
+        found.save(0, args=ocp.args.Composite(items=Save(STATE), ours=ocp.args.PyTreeSave({"n": 1})))
+        restored = found.restore(0, args=ocp.args.Composite(items=Restore(STATE), ours=ocp.args.PyTreeRestore()))
+        assert_same(restored["items"], STATE)
+        assert restored["ours"] == {"n": 1}
+    assert [path.parent.name for path in (tmp_path / "run/0").glob("*/manifest.json")] == ["ours"]
 
 
 def test_saves_and_restores_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:

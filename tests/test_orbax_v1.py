@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental.v1._src.handlers.registration import global_registry
 from processes import PROGRAMS, RunProcesses
 
 import jaxckpt
 import jaxckpt.orbax
+from jaxckpt._store.folder import Folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax raises various warnings
 
@@ -133,6 +135,41 @@ def test_the_metadata_and_types_are_abstract_trees(tmp_path: Path, tree: Any) ->
     assert loaded["layers"][1]["b"] is None, "it is not requested"
     nothing = jax.tree.map(lambda leaf: None, tree)
     assert ocp.load(tmp_path / "one", nothing) == nothing
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_metadata_of_an_array_with_reduced_mesh_axes(tmp_path: Path, mesh: Mesh) -> None:
+    explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(explicit):
+        w = jax.sharding.reshard(jnp.arange(8.0), P("y", reduced={"x"}))
+    ocp.save(tmp_path / "one", {"w": w})
+    assert ocp.metadata(tmp_path / "one").metadata["w"].sharding == NamedSharding(explicit, P("y"))
+    assert ocp.load(tmp_path / "one")["w"].sharding == w.sharding
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_cancelled_save_is_not_published(tmp_path: Path, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_written, gate = threading.Event(), threading.Event()
+    publish = Folder.publish
+
+    def held(*args: Any, **options: Any) -> None:
+        is_written.set()
+        assert gate.wait(60)
+        publish(*args, **options)
+
+    monkeypatch.setattr(Folder, "publish", held)
+    with ocp.training.Checkpointer(tmp_path / "run") as run:
+        response = run.save_async(1, {"w": np.zeros(3)})
+        assert is_written.wait(60)
+        run.cancel(1)
+        threading.Timer(0.3, gate.set).start()
+        response.result()
+        assert [found.step for found in run.checkpoints] == []
+        assert not (tmp_path / "run/1").exists()
+        run.save(1, tree)  # has no error of the cancelled save
+        assert [found.step for found in run.checkpoints] == [1]
+        assert same(run.load(1), tree)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]
 
 
 def test_earlier_checkpoints_of_orbax_are_loaded(tmp_path: Path, tree: Any, request: pytest.FixtureRequest) -> None:

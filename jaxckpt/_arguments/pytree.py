@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import functools
 import itertools
 import json
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -297,10 +298,22 @@ def is_reference(kind: type) -> bool:
     return kind.__name__ == "Ref" and kind is getattr(sys.modules.get("jax"), "Ref", None)
 
 
+@contextlib.contextmanager
+def reference_context() -> Generator[None]:
+    """A context for calls with a jax.Ref: without the caller's mesh, to which JAX would commit its array, and without
+    checks for NaN or infinity."""
+    import jax  # as the program did, to make the reference
+
+    no_mesh = jax.sharding.Mesh(np.empty((), object), ())
+    with jax.set_mesh(no_mesh), jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
 def _referenced(reference: Any, path: str) -> Any:
     """The array that a jax.Ref refers to now: a new array, because a step may change the memory of the reference."""
     try:
-        return reference[...]
+        with reference_context():
+            return reference[...]
     except Exception as error:  # no type of error is documented
         raise TreeError(f"the jax.Ref at {show_path(path)} cannot be read: {error}") from error
 

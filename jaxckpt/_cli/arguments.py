@@ -145,8 +145,8 @@ def _leaf_paths(path: str) -> list[str]:
 # Paths ----------------------------------------------------------------------------------------------------
 
 
-def _note_path(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    ctx.meta.setdefault("paths", []).append(value)
+def _note_path(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    ctx.meta.setdefault("paths", []).extend([value] if isinstance(value, str) else value)
     return value
 
 
@@ -191,9 +191,11 @@ class LocalPath(click.Path):
         return run_watched(f"looking at {value}", Options().timeout_seconds, work)
 
 
-def location(name: str) -> Any:
-    """A named argument: the location of a checkpoint to read or write."""
-    return click.argument(name, type=LocalPath(path_type=str), callback=_note_path)
+def location(name: str, *, several: bool = False) -> Any:
+    """A named argument: the location of a checkpoint to read or write, or one or more of them."""
+    return click.argument(
+        name, type=LocalPath(path_type=str), callback=_note_path, nargs=-1 if several else 1, required=True
+    )
 
 
 select_option = click.option(

@@ -167,9 +167,9 @@ def _message(error: Exception, paths: Sequence[str]) -> tuple[str, int]:
         case UnsupportedError():
             return re.sub(r"\bselect=", "--select", str(error)), UNSUPPORTED
         case CorruptError():
-            full_paths = {path: path if "://" in path else os.path.abspath(path) for path in paths}
-            damaged = (path for path, full in full_paths.items() if os.path.join(full, "") in str(error))
-            path = next(damaged, paths[0] if paths else "PATH")
+            folders = {path: _folder_of(path) for path in reversed(paths)}
+            damaged = [path for path in folders if os.path.join(folders[path], "") in str(error)]
+            path = max(damaged or [paths[0] if paths else "PATH"], key=lambda path: len(folders.get(path, "")))
             return str(error).replace("run jaxckpt.verify for", f"run jaxckpt verify {shlex.quote(path)} for"), DAMAGED
         case NotACheckpointError():
             return str(error), NOT_FOUND
@@ -178,6 +178,13 @@ def _message(error: Exception, paths: Sequence[str]) -> tuple[str, int]:
         case _:
             description = f"{type(error).__name__}: {error}".rstrip(": ")
             return f"unexpected {description}\nThis is a bug; --debug shows where.", BUG
+
+
+def _folder_of(path: str) -> str:
+    """The folder of a path's step, or of its run if the step has a name, as errors show it."""
+    run, _, step = path.rpartition("@")
+    folder = path if not run or "/" in step else f"{run}/{int(step):08d}" if step.isdecimal() else run
+    return folder if "://" in folder else os.path.abspath(folder)
 
 
 @click.group(cls=_Program, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -386,7 +393,7 @@ def convert() -> None:
 
 @_command(
     "writing",
-    click.argument("checkpoints", nargs=-1, required=True),
+    location("checkpoints", several=True),
     click.option("--weights", metavar="W1,W2,…", help="The factor of each checkpoint. By default 1 / count."),
     click.option("--output", "-o", "destination", required=True, metavar="DESTINATION", help="The new checkpoint."),
     click.option("--format", metavar=f"[{'|'.join(FORMATS)}]", shell_complete=complete_format, help="As for convert."),

@@ -176,18 +176,17 @@ def fork(run: str, new_run: str, as_json: bool) -> None:
 
 def rm(path: str, yes: bool, as_json: bool) -> None:
     options = Options()
-    if (steps := steps_of(store_at(path, options))) is not None:
+    store = store_at(path, options)
+    if (steps := steps_of(store)) is not None:
         raise InputError(f"{path} is the directory of a run: name the step to delete, as in {steps[-1].url}")
     try:
         checkpoint = open_checkpoint(path)
     except NotACheckpointError as error:
-        store = store_at(path, options)
         above = store.parent_and_name()
         if above is not None and is_step(above[1]) and any(map(is_data_folder, store.names())):
             raise NotACheckpointError(f"{error}. The next Checkpointer of {above[0].url} deletes it") from error
         raise
     except ManifestError as error:
-        store = store_at(path, options)
         damaged = store if store.names() else resolve_step(store)  # run@40
         raise ManifestError(f"{error}\n{repair_remedy(damaged or store)}") from error
     _require_own_format(checkpoint, "rm deletes")  # another may have files that jaxckpt does not know

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from jaxckpt._formats.export import tree_of_names
-from jaxckpt._formats.index_files import from_json, read_json
+from jaxckpt._formats.index_files import convert_checked, from_json, read_json
 from jaxckpt._formats.orbax.orbax_records import (
     AGGREGATE_FILE,
     ARRAYS_FOLDER,
@@ -131,14 +131,15 @@ def open_arrays(path: str) -> ForeignCheckpoint:
         raise NotACheckpointError(f"{path} was never committed: it has no {_LEVANTER_FILE}, which Levanter writes last")
     if {_TREE, _STORE} <= {*names}:
         return compose(path, _read_pytree(path), "jax")
-    arrays, values = _read(path)
+    arrays, values, recorded = _read(path)
     if not arrays and not values and _MARKS.isdisjoint(names):
         raise NotACheckpointError(f"{path} has no arrays")
-    return compose(path, tree_of_names(arrays | values, {}), "zarr", metadata=metadata or None)
+    return compose(path, tree_of_names(arrays | values, recorded), "zarr", metadata=metadata or None)
 
 
-def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a folder by their names, and the Python values that `convert` stored. Raises DataError."""
+def _read(path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The arrays of a folder by their names, and the Python values and the paths that `convert` stored. Raises
+    DataError."""
     folder = ArrayFolder.at(path, ocdbt=exists(f"{path}/{DATABASE_FILE}"))
     if folder.ocdbt:
         keys = [key for key in folder.list_keys() if key.rpartition("/")[2] in _ARRAY_FILES]
@@ -150,15 +151,17 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         texts = ((key, read_small(f"{path}/{key}", 1 << 24)) for key in keys)
     arrays: dict[str, Any] = {}
     values: dict[str, Any] = {}
+    recorded: dict[str, str] = {}
     for key, text in texts:
         name, _, file = key.rpartition("/")
         what = f"{path}: {key}"
         metadata = from_json(what, text or b"", dict[str, Any])
         if metadata.get("node_type") == "group":
-            values |= {} if name else _values(what, metadata)
+            if not name:
+                values, recorded = _values_and_paths(what, metadata)
             continue
         arrays[name] = _array(folder, name, what, metadata, _ARRAY_FILES[file])
-    return arrays, values
+    return arrays, values, recorded
 
 
 def _array_files(path: str) -> list[str]:
@@ -186,11 +189,12 @@ def _array(folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], 
     return array
 
 
-def _values(what: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The Python values of the tree that `convert` stored in the attributes of the group. Raises DataError."""
-    values = metadata.get("attributes", {}).get("jaxckpt", {}).get("values", {})
+def _values_and_paths(what: str, metadata: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The Python values and the paths of the tree that `convert` stored in the group's attributes. Raises DataError."""
     try:
-        return {name: decode_value(value["kind"], value["value"]) for name, value in values.items()}
+        ours = metadata.get("attributes", {}).get("jaxckpt", {})
+        values = {name: decode_value(value["kind"], value["value"]) for name, value in ours.get("values", {}).items()}
+        return values, convert_checked(what, ours.get("paths", {}), dict[str, str])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{what}: its attributes are damaged: {error}") from error
 
@@ -213,7 +217,7 @@ def _read_pytree(path: str) -> Tree:
             f" jax.export.register_pytree_node_serialization: {str(error)[:200]}"
         ) from error
     leaves, structure = jax.tree.flatten(described, is_leaf=lambda leaf: leaf is None)
-    arrays, _ = _read(f"{path}/{_STORE}")
+    arrays, *_ = _read(f"{path}/{_STORE}")
     if lost := [number for number, leaf in enumerate(leaves) if leaf is not None and str(number) not in arrays]:
         raise DataError(f"{path}/{_STORE} lacks the array {lost[0]}")
     return jax.tree.unflatten(structure, [None if leaf is None else arrays[str(n)] for n, leaf in enumerate(leaves)])

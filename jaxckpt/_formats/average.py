@@ -21,7 +21,7 @@ from jaxckpt._model.pieces import Array, assign
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._model.values import encode_value
-from jaxckpt._options import Options, require_whole_number
+from jaxckpt._options import Options, options_or_default, require_whole_number
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._rules.apply_rule import SourceLeaves
 from jaxckpt._rules.mapped_data import ComputedData
@@ -72,7 +72,7 @@ def average(
         >>> jaxckpt.load_numpy(jaxckpt.weights.average([f"/tmp/jaxckpt-doc/average{n}" for n in (1, 2)]))
         {'w': array([1.5, 1.5], dtype=float32)}
     """
-    options = options or Options()
+    options = options_or_default(options)
     if isinstance(checkpoints, (str, Set, Mapping)) or not isinstance(checkpoints, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"average takes a list of checkpoints, found {checkpoints!r}")
     places = [place for location in checkpoints for place in _expanded(location, options)]

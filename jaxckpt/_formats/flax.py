@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._formats.flax_msgpack import is_msgpack_map, read_msgpack
-from jaxckpt._formats.index_files import read_indexed
+from jaxckpt._formats.index_files import preferred, read_indexed
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._model.paths import name_of_path
 from jaxckpt._model.tree import Tree, nested_dicts
@@ -33,7 +33,7 @@ def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether this is a file of Flax, or a folder with one; not if it has the same model for PyTorch."""
     if not names:
         return path.endswith((".msgpack", _INDEX)) or is_msgpack_map(read_head(path, 300))
-    if any(name.endswith(".safetensors") for name in names):
+    if any(name.endswith(".safetensors") for name in names) or preferred(names, ".bin"):
         return False
     return _model_in(names) is not None or bool(steps_in(path, names))
 

@@ -53,7 +53,7 @@ def huggingface_rules(
     whether the folder has a tensor for each expert or for all experts of a layer. Weights quantized in float8 blocks,
     in MXFP4, or in int8 or float8 by compressed-tensors, are dequantized. If the model uses its embedding as head and
     the folder also stores the head, both must be equal: a read compares them. The layers with which DeepSeek predicts
-    further tokens are left out.
+    further tokens, and scales of activations, are left out.
 
     Args:
         folder: A folder, or its URL, with the model's config.json, and usually with its tensors: the rules follow their
@@ -66,7 +66,8 @@ def huggingface_rules(
             appended, or the last rows are removed. MaxText uses 256128 for Gemma 2.
 
     Returns:
-        The rules. Their `inverse(dtype=…)` maps back to the folder's tensors.
+        The rules. Their `inverse(dtype=…)` maps back to the folder's tensors. If these are quantized, they become
+        floats: delete `quantization_config` from a config.json that you copy.
 
     Raises:
         DataError: The folder or its config.json is missing, config.json is incomplete or has another number of layers
@@ -91,12 +92,15 @@ def huggingface_rules(
         stored = _Stored(tensor_names(folder))
         rules: list[Rule] = []
         drop = [name for name in CONSTANTS if matching_paths(name, stored.names)]
+        if quantization:
+            drop += filter(_SCALES_OF_ACTIVATIONS.search, stored.names)
         for tower in FAMILIES[family]:
             if only and tower.target not in only:
                 continue
             own, unused = _tower_rules(folder, tower, config, stored, bool(scan) and is_plain)
             rules += [
-                _add_scales(_resized(rule, {**config, **tower.config_in(config)}, vocab_size), config) for rule in own
+                _add_scales(_resized(rule, {**config, **tower.config_in(config)}, vocab_size), config, stored)
+                for rule in own
             ]
             drop += unused
         if vocab_size is not None and not any(rule.resized for rule in rules):
@@ -218,8 +222,10 @@ def _tower_rules(
         sizes["e"] = experts
     lines = _lines(tower.table)
     prefixes = tower.prefixes
-    first = next(line.source for line in lines if line.source[0] not in "./")
-    prefix = next((start for start in prefixes if f"{start}{first}" in stored.names), prefixes[0])
+    complete = [line.source for line in lines if line.source[0] not in "./"]
+    prefix = next(
+        (start for start in prefixes if any(f"{start}{name}" in stored.names for name in complete)), prefixes[0]
+    )
 
     def full(line: _Line) -> str:
         name = f"{tower.layers}{line.source}" if line.source.startswith(".") else line.source
@@ -228,25 +234,23 @@ def _tower_rules(
     drop = _require_layers(folder, f"{prefix}{tower.layers}", tower, config, stored.names)
     rules: dict[tuple[str, ...], Rule] = {}
     used: dict[str, _Line] = {}
+    embed = ("embed/embedding",)
     of_experts = _expert_layers(config, sizes["i"]) if experts else []
     has_other_head = any(stored.has(f"{name}.weight") for name in ("score", "classifier", "qa_outputs"))
     for line in lines:
         source, is_head = full(line), line.targets == ("head/kernel",)
-        if line.condition in ("stored", "copy"):
-            if not stored.has(source):
-                continue
-            if line.condition == "copy":
-                rules[line.targets] = replace(rules[line.targets], copies=(*rules[line.targets].copies, source))
-                continue
-        elif not _holds(line.condition, config):
-            if is_head and source in stored.names:
-                embed = ("embed/embedding",)
-                rules[embed] = replace(rules[embed], copies=source)
+        is_stored = stored.has(source)
+        if not _holds(line.condition, {**config, "stored": is_stored, "copy": is_stored}):
+            if is_head and is_stored and embed in rules:
+                rules[embed] = _with_copy(rules[embed], source, stored)
             continue
-        if is_head and stored.names and not stored.has(source) and (not prefix or has_other_head):
+        if line.condition.startswith("copy") and line.targets in rules:
+            rules[line.targets] = _with_copy(rules[line.targets], source, stored)
+            continue
+        if is_head and stored.names and not is_stored and (not prefix or has_other_head):
             continue  # a base model, such as a LlamaModel, has no head, and a classifier has another one
         earlier = {used[name].targets: used[name] for name in line.targets if name in used}
-        if earlier and (not stored.has(source) or any(stored.has(full(other)) for other in earlier.values())):
+        if earlier and (not is_stored or any(stored.has(full(other)) for other in earlier.values())):
             continue
         for targets in earlier:
             rules.pop(targets, None)
@@ -257,6 +261,13 @@ def _tower_rules(
         if layers is None or layers:
             rules[line.targets] = _rule_of_line(line, source, tower.target, sizes, config, layers, scan)
     return [*rules.values()], drop
+
+
+def _with_copy(rule: Rule, name: str, stored: _Stored) -> Rule:
+    """The rule for a tensor that the folder repeats under another name, or has only under this name."""
+    if not stored.has(paths_in(rule.source)[0]):
+        return replace(rule, source=name)
+    return replace(rule, copies=(*paths_in(rule.copies), name))
 
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -333,26 +344,32 @@ def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
     return replace(rule, layout=layout, sizes={"v": int(config["vocab_size"])}, resized={"v": vocab_size})
 
 
-def _add_scales(rule: Rule, config: Config) -> Rule:
-    """The rule, with scales if it is for a layer's weight in a quantized model. Raises InputError."""
+def _add_scales(rule: Rule, config: Config, stored: _Stored) -> Rule:
+    """The rule, with scales if it is for a weight that may be quantized. Raises InputError."""
     quantization: Config | None = config.get("quantization_config")
     source, target = paths_in(rule.source)[0], paths_in(rule.target)[0]
     if source.endswith("_blocks"):
         scales = source.replace("_blocks", "_scales")
         return replace(rule, scales=scales, packed="float4_e2m1fn", dtype=_dtype(config))
-    is_weight = "layers/" in target and re.search(r"_proj(_with_mqa)?\.weight$", source)
-    if quantization is None or not is_weight or config["mxfp4"]:
+    if quantization is None or config["mxfp4"]:
         return rule
     method, block = str(quantization["quant_method"]), quantization.get("weight_block_size")
-    suffix = "_scale_inv"
+    suffix = "_scale" if method == "compressed-tensors" else "_scale_inv"
+    is_usual = "layers/" in target and re.search(r"(_proj(_with_mqa)?|\.w[123])\.weight$", source)
+    if not is_usual and not stored.has(f"{source}{suffix}"):
+        return rule
     if method == "compressed-tensors":
-        suffix, block = "_scale", _block_of(quantization)
+        block = _block_of(quantization)
     elif method != "fp8" or not block:
         raise InputError(
             f"a model quantized by {method!r} cannot be read; rules exist for block-wise fp8, for int8 and float8 of"
             " compressed-tensors, and for MXFP4 of gpt_oss"
         )
     return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
+
+
+_SCALES_OF_ACTIVATIONS = re.compile(r"\.(input|output|[qkv])_(scale|zero_point)$")
+"""The names of tensors with which compressed-tensors quantizes activations and the cache of keys and values."""
 
 
 def _block_of(quantization: Config) -> Sequence[int] | None:

@@ -63,6 +63,8 @@ def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
     for rule in plain.rules:
         (target,) = paths_in(rule.target)
         module, _, leaf = target.removeprefix("layers/{i}/").rpartition("/")
+        if module not in names:
+            raise InputError(f'layout="maxtext" has no leaf for {target}: MaxText has no classifiers')
         if leaf == "weight":  # a norm of Gemma
             leaf, rule = "scale", replace(rule, offset=1.0, dtype="float32")
         if module in ("attn/q", "attn/k"):

@@ -10,7 +10,7 @@ moves) and a condition:
 - {q,k,v} writes three lines. In a leaf, [q,k,v] names the three parts of one tensor: the indices of the axis n.
 - Leaves below "moe/" belong to the layers with experts, and leaves below "mlp/" to the other ones.
 - The condition has names of settings in config.json. "if stored" is for tensors that a folder may lack, and "if copy"
-  for tensors that repeat the leaf.
+  for tensors that repeat the leaf; settings may follow.
 - Of several lines for a leaf, the first whose tensor the folder has is used: versions of transformers, and classes of
   models, give tensors different names. Without tensors, it is the first.
 
@@ -57,6 +57,8 @@ class Tower:
         for ours, theirs in self.keys.items():
             names = theirs.split()
             own[ours] = own[next((name for name in names if own.get(name) is not None), names[-1])]
+        if "tie_word_embeddings" in config:  # transformers asks the whole model, not its part
+            own["tie_word_embeddings"] = config["tie_word_embeddings"]
         return own
 
 
@@ -341,6 +343,7 @@ final_layer_norm.weight                                        norm/scale
 /shared.weight                                                 embed/embedding
 /encoder.embed_tokens.weight                                   embed/embedding         if copy
 /decoder.embed_tokens.weight                                   embed/embedding         if copy
+/lm_head.weight    embed/embedding    if copy and tie_word_embeddings and scale_decoder_outputs
 block.0.layer.0.SelfAttention.relative_attention_bias.weight   relative/embedding
 .layer.0.SelfAttention.{q,k,v}.weight                          attn/{q,k,v}/kernel     (h d) m -> m h d
 .layer.0.SelfAttention.o.weight                                attn/o/kernel           m (h d) -> h d m
@@ -355,7 +358,7 @@ block.0.layer.0.SelfAttention.relative_attention_bias.weight   relative/embeddin
 _T5_DECODER = (
     "\n".join(line.replace(".layer.1.", ".layer.2.") for line in _T5_ENCODER.splitlines() if not line.startswith("/"))
     + """
-/lm_head.weight                                     head/kernel             v m -> m v         if !tie_word_embeddings
+/lm_head.weight    head/kernel    v m -> m v    if !tie_word_embeddings or !scale_decoder_outputs and stored
 .layer.1.EncDecAttention.{q,k,v}.weight                        cross/{q,k,v}/kernel    (h d) m -> m h d
 .layer.1.EncDecAttention.o.weight                              cross/o/kernel          m (h d) -> h d m
 .layer.1.layer_norm.weight                                     cross_norm/scale        m
@@ -384,7 +387,11 @@ conv1.weight                                conv1/kernel             m c k -> k 
 conv1.bias                                  conv1/bias
 conv2.weight                                conv2/kernel             m c k -> k c m
 conv2.bias                                  conv2/bias
+/projector.weight                           projector/kernel         p m -> m p        if stored
+/projector.bias                             projector/bias           p                 if stored
+/layer_weights                              layer_weights                              if stored
 """
+    + _TASKS
 )
 
 _WHISPER_DECODER = (
@@ -432,7 +439,7 @@ def _clip(table: str, part: str, *sizes: int) -> Tower:
 
 _CLIP_TEXTS = _clip(_CLIP_TEXT, "text", 512, 8, 12)
 _SIGLIP_TEXT = _clip(_CLIP_TEXT, "text", 768, 12, 12)
-_CLIP_IMAGES = _clip(_CLIP_VISION, "vision", 768, 12, 12)
+_CLIP_IMAGES = _clip(_CLIP_VISION + _TASKS, "vision", 768, 12, 12)
 
 
 def _bert(name: str, head: str) -> Tower:
@@ -447,7 +454,8 @@ def _t5(table: str, part: str, layers: str) -> Tower:
         layers="block.{i}",
         target=f"{part}/",
         keys={**sizes, "head_dim": "d_kv"},
-        settings=_TIED,
+        # transformers 5 ties every T5, and keeps the setting of older versions as scale_decoder_outputs.
+        settings={**_TIED, "scale_decoder_outputs": True},
     )
 
 
@@ -530,6 +538,7 @@ CONSTANTS = (
     "model.rotary_emb.inv_freq",
     "layers.{i}.self_attn.rotary_emb.inv_freq",
     "rotary_emb.inv_freq",
+    "embeddings.position_ids",
     "bert.embeddings.position_ids",
     "roberta.embeddings.position_ids",
     "text_model.embeddings.position_ids",
@@ -537,6 +546,10 @@ CONSTANTS = (
     "gpt_neox.layers.{i}.attention.bias",
     "gpt_neox.layers.{i}.attention.masked_bias",
     "gpt_neox.layers.{i}.attention.rotary_emb.inv_freq",
+    "layers.{i}.attention.bias",
+    "layers.{i}.attention.masked_bias",
+    "layers.{i}.attention.rotary_emb.inv_freq",
+    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
 )
-"""Constants that older versions of transformers stored and newer ones ignore: causal masks, and the frequencies of
-rotary positions, which follow from the configuration."""
+"""Constants that older versions of transformers stored and newer ones ignore: causal masks, numbers of positions, and
+the frequencies of rotary positions, which follow from the configuration; and a bias of T5 that is not used."""

@@ -83,8 +83,9 @@ def array_of(record: NpyHeader, data_of: Callable[[str], ArrayData], void: str |
         name = void or ("bfloat16" if dtype.itemsize == 2 else "")
         if name not in DTYPES or DTYPES[name].itemsize != dtype.itemsize:
             return unreadable(
-                f"has dtype {dtype}, because NumPy's format does not record dtypes of other libraries: open it with"
-                ' jaxckpt.formats.npz_file(path, dtype="float8_e4m3fn"), for example'
+                f"has dtype {dtype}, because NumPy's format does not record dtypes of other libraries: open .npz and"
+                ' .npy files with jaxckpt.formats.npz_file(path, dtype="float8_e4m3fn"), for example, and .eqx files'
+                " with eqx_file(path, target); files of ranks must be .safetensors"
             )
         return ForeignArray(name, shape, data_of(name))
     if dtype.name not in DTYPES:
@@ -109,9 +110,9 @@ def recognizes(path: str, names: Collection[str]) -> bool:
     return head.startswith(MAGIC) or head.partition(b"\n")[2].startswith(MAGIC)
 
 
-def open_npy(path: str) -> ForeignCheckpoint:
-    """The array of a file, or a list of several. A line before them is ignored. Raises DataError, StorageError."""
-    arrays = read_arrays(path)
+def open_npy(path: str, dtypes: Sequence[str] = ()) -> ForeignCheckpoint:
+    """The array of a file, or a list of several, as `read_arrays` reads them. Raises DataError, StorageError."""
+    arrays = read_arrays(path, dtypes)
     if path.endswith(".npy") and len(arrays) == 1:
         return compose(path, arrays[0], "npy")
     return compose(path, arrays, "eqx")

@@ -14,7 +14,15 @@ import numpy as np
 
 from jaxckpt._formats.export import arrays_of, names_of, raw, recorded_paths, tree_of_names
 from jaxckpt._formats.index_files import located_together, reads_files
-from jaxckpt._formats.npy_file import MAX_HEADER_BYTES, NpyHeader, array_of, read_npy_header, write_npy_header
+from jaxckpt._formats.npy_file import (
+    MAGIC,
+    MAX_HEADER_BYTES,
+    NpyHeader,
+    array_of,
+    open_npy,
+    read_npy_header,
+    write_npy_header,
+)
 from jaxckpt._formats.shards import FileData, c_strides, f_strides
 from jaxckpt._formats.zips import READ_BYTES, Member, first_name, opened_archive
 from jaxckpt._keywords import explain_keywords
@@ -28,7 +36,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
-from jaxckpt._store.foreign_files import OpenFile, is_visible_file, opened, using_files
+from jaxckpt._store.foreign_files import OpenFile, is_visible_file, opened, read_head, using_files
 from jaxckpt.errors import DataError, InputError, show_path
 
 MAX_TEXT_BYTES = 1 << 20
@@ -59,7 +67,7 @@ def open_npz(path: str, void: str | None = None) -> ForeignCheckpoint:
 @explain_keywords
 @reads_files
 def npz_file(path: str | os.PathLike[str], *, dtype: str) -> ForeignCheckpoint:
-    """Open an .npz file with arrays of a dtype that NumPy's format does not record, such as float8_e4m3fn.
+    """Open an .npz or .npy file with arrays of a dtype that NumPy's format does not record, such as float8_e4m3fn.
 
     NumPy stores such arrays as bytes without a meaning (dtype V1). If the file is opened by its path, these leaves
     cannot be read, except that arrays of dtype V2 are bfloat16, as for `jax.numpy.load`.
@@ -79,7 +87,8 @@ def npz_file(path: str | os.PathLike[str], *, dtype: str) -> ForeignCheckpoint:
         raise InputError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     (place,), opened_files = located_together({"path": path})
     with using_files(opened_files):
-        return with_files(open_npz(place, dtype), opened_files)
+        is_npy = read_head(place, len(MAGIC)) == MAGIC
+        return with_files(open_npy(place, [dtype]) if is_npy else open_npz(place, dtype), opened_files)
 
 
 def read_npz(path: str, void: str | None = None) -> dict[str, ForeignArray | str | bytes]:

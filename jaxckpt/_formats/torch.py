@@ -71,7 +71,8 @@ def dtype_of(value: Any) -> str | None:
 def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether torch.save wrote a file: an archive with its pickle, or a number at the start."""
     if names:
-        return not any(name.endswith((".safetensors", ".index.json")) for name in names) and bool(_model_files(names))
+        others = [name for name in names if not name.endswith(".msgpack.index.json")]  # of the same model for Flax
+        return not any(name.endswith((".safetensors", ".index.json")) for name in others) and bool(_model_files(names))
     return re.fullmatch(r"[^/]+/data(\.pkl|/\d+)", first_name(path)) is not None or is_legacy(path)
 
 

@@ -12,7 +12,7 @@ import crc32c
 import msgspec
 import numpy as np
 
-from jaxckpt._formats.export import Data, arrays_of, names_of, slabs, write_json
+from jaxckpt._formats.export import Data, arrays_of, names_of, recorded_paths, slabs, write_json
 from jaxckpt._formats.index_files import read_json
 from jaxckpt._model import zarr
 from jaxckpt._model.paths import path_prefixes
@@ -33,8 +33,8 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
     """Write a Zarr v3 group: an array for each leaf at its name, with sharding and crc32c as in jaxckpt's own arrays.
 
     bfloat16 and other dtypes that Zarr lacks are stored as unsigned integers of their width; the array's attributes
-    name the dtype. Other values of the tree are attributes of the group. Raises TreeError for leaves that Zarr cannot
-    hold.
+    name the dtype. Other values of the tree, and paths that do not follow from the names, are attributes of the group.
+    Raises TreeError for leaves that Zarr cannot hold.
 
     The dimensions of the leaf "a/w" are named "a/w/0", "a/w/1", and so on, because xarray, which needs names, takes
     dimensions of the same name for one dimension. No other leaf or dimension has such a name.
@@ -43,10 +43,13 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
     groups = {"", *(head for name in arrays for head in path_prefixes(name.rpartition("/")[0]))}
     if clashing := groups & arrays.keys():
         raise TreeError(f"{show_path(min(clashing))} is both a leaf and a container of others; give rename=")
-    leaves = zip(names_of(source), source.manifest.leaves, strict=True)
+    paths = names_of(source)
+    leaves = zip(paths, source.manifest.leaves, strict=True)
     values = {name: {"kind": leaf.kind, "value": leaf.value} for name, leaf in leaves if leaf.value is not None}
+    content = {"values": values, "paths": recorded_paths(paths)}
+    ours = {key: value for key, value in content.items() if value}
     for name in sorted(groups):
-        attributes = {"jaxckpt": {"values": values}} if not name and values else {}
+        attributes = {"jaxckpt": ours} if not name and ours else {}
         node = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
         write_json(os.path.join(path, name, _METADATA), node)
     for name, data in arrays.items():

@@ -271,6 +271,8 @@ class LocalSteps:
         for _, folder in self.folders().values():
             folder.child(step_name(step)).unpublish(sync=False)
             folder.delete(step_name(step))
+        if self.newest is not None and self.newest[0] == step:
+            self._last_saved, self._restored, self._is_examined = None, None, False  # the next save deletes nothing
         rendezvous.barrier()
 
     # Saving ----------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def require_request(request: RestoreRequest) -> None:
     if isinstance(request.target, Options):
         raise InputError("target is an Options: pass it as options=, restore(path, options=…)")
     if request.specs is not None and request.mesh is None:
-        raise InputError("specs= needs mesh=: the mesh whose axes the specs name")
+        raise InputError("specs= needs mesh=: the mesh whose axes the specs name, such as jax.sharding.get_mesh()")
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,8 +354,6 @@ def _check(groups: Sequence[_Group]) -> tuple[list[LeafForm | None], list[Proble
 def _leaf_form(group: _Group) -> LeafForm | _Reason:
     """The form for a leaf of a target, or for None: as it was saved, but on devices if `specs=` has a spec for it."""
     leaf, requested, policy, dtype = group.leaf, group.requested, group.policy, group.dtype
-    if requested is None or isinstance(requested, (Sharding, Format)):
-        dtype = group.cast
     if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and key_dtype(leaf.record.impl or "") is None:
@@ -364,6 +362,7 @@ def _leaf_form(group: _Group) -> LeafForm | _Reason:
             " program; leave it out with select=, or read its raw data with load_numpy"
         )
     if requested is None or isinstance(requested, (Sharding, Format)):
+        dtype = group.cast
         if isinstance(requested, Format) and requested.sharding is None:
             return _Reason("is a Format without a sharding in the target")
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
@@ -474,8 +473,10 @@ def _cast_number(leaf: TypedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reaso
     with contextlib.suppress(TypeError, ValueError, OverflowError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reported as a problem below instead of a NumPy warning
         cast_value = np.asarray(value).astype(dtype).item()
-        weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
-        is_same = cast_value == value and (value != 0 or np.signbit(cast_value) == np.signbit(value))
+        weak = isinstance(value, (float, complex)) and jnp.issubdtype(
+            dtype, jnp.inexact if isinstance(value, float) else jnp.complexfloating
+        )
+        is_same = cast_value == value and (value != 0 or str(complex(cast_value)) == str(complex(value)))  # -0.0
         fits = is_same or (
             weak and np.isfinite(cast_value) == np.isfinite(value) and np.isnan(cast_value) == np.isnan(value)
         )

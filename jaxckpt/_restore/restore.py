@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
+from jaxckpt._arguments.pytree import reference_context
 from jaxckpt._arguments.specs import Specs, require_mesh
 from jaxckpt._devices.shardings import processes_of
 from jaxckpt._job.call import Call
@@ -177,8 +178,9 @@ def restore(
             with 32 bits.
         TreeError: A pattern of `select` or a path of `rename` matches nothing.
         SpecError: A spec does not fit its leaf or the mesh.
-        LayoutError: Without target and mesh: this job lacks devices of the saved layout.
-        CorruptError: The stored data is not what was saved. The message names the leaf.
+        LayoutError: Neither `target` nor `mesh` gives a leaf's sharding, and this job lacks devices of the saved one.
+        CorruptError: The stored data is not what was saved. The message names the leaf. Its subclass UnsupportedError:
+            a leaf of another library cannot be read, although it is not damaged.
         StorageError: An I/O error, or no data has moved for `options.timeout_seconds`.
         PeerError: Another process failed, did not respond, made a different call, or sees a different checkpoint.
         InputError: Another argument is invalid, or the call was made inside `jit` or another function that JAX traces.
@@ -491,7 +493,8 @@ def fetch(
         if form.weak:
             values[number] = _weakly_typed(values[number])
         if form.is_reference:
-            values[number] = jax.new_ref(values[number])
+            with reference_context():
+                values[number] = jax.new_ref(values[number])
     return values | {number: values[first_number] for number, first_number in representative.items()}
 
 
@@ -510,10 +513,9 @@ def _fetch_stored(
     (reads,) = plan_process_reads(wants, options, [process], job_size)
     builder = LeafBuilder(source.manifest, wants, destinations(wants, process))
     with detect_replacement(source, forms), contextlib.ExitStack() as until_read:
-        if until_all_have_read is not None:
-            until_all_have_read.close()
-        progress = display_progress("restore", reads.n_bytes, options.progress)
-        display = (until_all_have_read or until_read).enter_context(progress)
+        until_shown = until_all_have_read or until_read
+        until_shown.close()  # ends the display of the reads before
+        display = until_shown.enter_context(display_progress("restore", reads.n_bytes, options.progress))
 
         def report(n_bytes: int) -> None:
             rendezvous.call.cancellation.check()

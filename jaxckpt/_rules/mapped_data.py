@@ -141,7 +141,8 @@ class ComparedData(Replicas):
 
     def difference(self, first: str, other: str, box: Box) -> DataError:
         return DataError(
-            f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
+            f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies). If it"
+            " is the head of a Hugging Face model, set tie_word_embeddings to false in config.json"
         )
 
 

@@ -97,8 +97,8 @@ class Checkpointer(Run):
             (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` lack
             that name is an error, and so is a save without `metrics` until a step has it: pass float("nan") for a step
             that was not measured.
-        keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
-            each step, in a background thread of process 0.
+        keep_if: Keep steps for which this function of (step, metrics) returns True. A metric that is NaN is None, as in
+            `save_if`. It is called after each save, for each step, in a background thread of process 0.
         keep_last_of: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
             only the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that
             matches nothing in the tree is an error at the first call of `save`. The last step of a preempted job is
@@ -133,6 +133,11 @@ class Checkpointer(Run):
             Checkpointer of the directory that is given one writes it. Later ones keep that, and log a warning if
             theirs differs. In a job of several processes, every process must give the same.
         options: See `Options`.
+
+    Raises:
+        InputError: An argument is invalid, or the directory is itself a checkpoint.
+        StorageError: The directory cannot be created, read or listed.
+        PeersDisagreeError: The processes gave different arguments.
 
     Examples:
         >>> import shutil, jax.numpy as jnp, jaxckpt
@@ -579,26 +584,23 @@ class Checkpointer(Run):
         init: Callable[[], Tree] | None = None,
     ) -> tuple[int | None, Tree]:
         """Restore a step, by default the newest, or an older one if `on_unreadable` says so."""
-        fallback = None
         with self._directory.checking("Checkpointer.restore"):
             if on_unreadable not in ("raise", "previous"):
                 raise InputError(f'on_unreadable must be "raise" or "previous", found {on_unreadable!r}')
-        if on_unreadable == "previous":
-            fallback = Fallback(self._directory, self._saver.failures.incidents)
+        fallback = Fallback(self._directory, self._saver.failures.incidents) if on_unreadable == "previous" else None
         while True:
             chosen = request = restored = error = None
             try:
                 chosen = self._find_step(step, allow_peers=allow_peers)
                 request = request_for(chosen)
                 restored = self._restore(step, chosen, request, init)
+                if fallback is None:
+                    return restored
             except BaseException as failure:
                 if fallback is None:
                     self._add_hint(failure, step if chosen is None else chosen.step)
                     raise
                 error = failure
-            if fallback is None:
-                assert restored is not None
-                return restored
             with self._directory.begin_call("Checkpointer.restore") as call:
                 tried = step if chosen is None else chosen.step
                 is_of_caller = chosen is not None and request is None
@@ -652,7 +654,7 @@ class Checkpointer(Run):
         self._restored_step = number
         self._step_finder.record_restored(chosen)
         if self._is_process_0:
-            self._run_to_the_end(self._deletion.handle_restored)
+            self._run_to_the_end(functools.partial(self._deletion.handle_restored, number))
             if not self._saver.background:
                 self._deletion.wait()
         return number, tree
@@ -696,6 +698,10 @@ class Checkpointer(Run):
 
         Returns:
             (step, tree): the number and the tree of the restored step, or None and the result of `init`.
+
+        Raises:
+            InputError: `init` is not a function.
+            Exception: As `jaxckpt.restore`.
         """
         if not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
             with self._directory.begin_call("Checkpointer.restore"):
@@ -777,8 +783,8 @@ class Checkpointer(Run):
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """The best step by a metric, by default that of the first rule of `keep_best`; None if no step has the metric.
-        Raises InputError if `keep_best` has no such rule and no `mode` is given, or if the steps have metrics, but none
-        of this name."""
+        Raises InputError if `keep_best` has no such rule, unless metric and mode are both given; or if the steps have
+        metrics, but none of this name."""
         bests = self._directory.policy.keep_best
         best = next((best for best in bests if metric in (None, best.metric) and mode in (None, best.mode)), None)
         if best is None and metric is not None and mode is not None:

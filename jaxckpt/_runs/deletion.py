@@ -59,7 +59,7 @@ class ExistingSteps:
         """Note which steps exist when the Checkpointer is created."""
         self._steps = frozenset(steps)
 
-    def spared(self, unwanted: Collection[int], *, has_saved: bool) -> frozenset[int]:
+    def spared(self, unwanted: Mapping[int, Decision], *, has_saved: bool) -> frozenset[int]:
         """Of the steps that no rule keeps, those that must not be deleted yet, or never. `has_saved` is whether this
         Checkpointer has published a step since the last call."""
         if not self._is_known:
@@ -67,12 +67,19 @@ class ExistingSteps:
             if (recorded := self._read()) is not None:
                 self._is_deletable, self._steps = not self._keep, frozenset(recorded)
                 return self._steps if self._keep else frozenset()
-            self._give_notice(sorted(self._steps.intersection(unwanted)))
-        self._is_deletable = self._is_deletable or (has_saved and not self._keep)
+            if self._keep:
+                self.record()
+            else:
+                self._give_notice(
+                    [step for step in sorted(unwanted) if step in self._steps and not unwanted[step].kept]
+                )
+        if has_saved and not (self._keep or self._is_deletable):
+            self._is_deletable = True
+            self.record()
         return frozenset() if self._is_deletable else self._steps
 
     def _give_notice(self, steps: list[int]) -> None:
-        if steps and not self._keep:
+        if steps:
             shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
             _log.warning(
                 "the keep_ rules of %s are new, and do not keep %s that existed before: %s. They are deleted after the"
@@ -81,7 +88,6 @@ class ExistingSteps:
                 show_count(len(steps), "step"),
                 shown,
             )
-        self.record()
 
     def record(self) -> None:
         """Note the rules in the run, so that the next Checkpointer with the same rules gives no notice."""
@@ -136,6 +142,7 @@ class Deletion:
         self._failure: Exception | None = None
         self._newest_saved = -1
         self._are_rules_applied = self._has_saved = False
+        self._restored_step: int | None = None
         # A step is either deleted or saved: each side first announces its intention, then checks the other.
         self._deleting_step: int | None = None
         self._saving_step: int | None = None
@@ -205,8 +212,10 @@ class Deletion:
         except StorageError as error:
             _log.warning("the mark of a deletion that was killed stays, so its step cannot be held: %s", error)
 
-    def handle_restored(self) -> None:
-        """Start to delete the steps that the rules do not keep, after the first restore."""
+    def handle_restored(self, step: int | None) -> None:
+        """Start to delete the steps that the rules do not keep, after the first restore: not the restored step, of
+        which training continues."""
+        self._restored_step = step
         if not self._are_rules_applied and self._directory.policy != RetentionPolicy():
             self._request_pass()
         self._are_rules_applied = True
@@ -284,6 +293,8 @@ class Deletion:
         """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
         unwanted, unpublished = self._decide()
+        if not self._has_saved and self._restored_step is not None:
+            unwanted.pop(self._restored_step, None)
         self._has_leased_steps = False
         if self._directory.policy != RetentionPolicy():
             spared = self._existing.spared(unwanted, has_saved=newest_saved >= 0)
@@ -391,6 +402,7 @@ class Deletion:
         if not dropped:
             self._directory.remember(SavedStep.of(step.number, manifest, undroppable))
             return
+        _log.info("dropping %s of step %d of %s", ", ".join(dropped), step.number, self._store.url)
         less = manifests.drop_subtrees(manifest, dropped)
         child.republish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
         self._directory.remember(SavedStep.of(step.number, less, undroppable))

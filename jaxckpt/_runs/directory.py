@@ -152,8 +152,8 @@ class Directory:
         """The newest published step on a file system, which other processes may not share; None if there is none."""
         if self._anchor is None:
             return None
-        names = sorted(filter(is_step, self.store.names()), key=int, reverse=True)
-        return next((int(name) for name in names if is_published(self.store, int(name))), None)
+        steps = {*map(int, filter(is_step, self.store.names()))} - self.refused
+        return next((step for step in sorted(steps, reverse=True) if is_published(self.store, step)), None)
 
     def newest(self) -> Store | None:
         """The store of the newest step."""

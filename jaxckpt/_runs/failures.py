@@ -119,6 +119,10 @@ class Failures:
         if error is not None:
             raise error
 
+    def forget_unsaved(self) -> None:
+        """Forget the error of the last step, because a newer one was saved without this policy."""
+        self._unsaved = None
+
     def handle_deletion_failure(self, error: Exception) -> None:
         """Deal with the failure to delete old steps, before a step is saved. In process 0."""
         if self.on_failure == "raise":

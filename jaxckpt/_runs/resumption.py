@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from jaxckpt._arguments.pytree import flatten_values
+from jaxckpt._arguments.pytree import flatten_values, is_reference
 from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import Rendezvous, cause_of, process_names
 from jaxckpt._local_tier.peer_reads import Candidate, DamagedError, candidates
@@ -39,7 +39,9 @@ def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]],
         if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
             return shapes, functools.partial(_compute_leaves, init, jax.tree.leaves(shapes))
     leaves, builder = flatten_values(init())
-    target = builder.unflatten(map(_abstract, leaves))
+    # A Variable with hijax=True can replace its reference only by an array.
+    kept = is_reference if builder.variables else lambda _: False
+    target = builder.unflatten(leaf if kept(type(leaf)) else _abstract(leaf) for leaf in leaves)
 
     def initial(numbers: Sequence[int]) -> Sequence[Any]:
         made = [*leaves] or flatten_values(init())[0]  # called again if a local step was damaged
@@ -68,9 +70,13 @@ def _compute_leaves(init: Callable[[], Tree], shapes: Sequence[Any], numbers: Se
 
 def _abstract(leaf: Any) -> Any:
     """A leaf as a target without its data."""
-    if not isinstance(leaf, jax.Array):
+    is_ref = is_reference(type(leaf))
+    if not (is_ref or isinstance(leaf, jax.Array)):
         return leaf
-    weak = getattr(leaf, "weak_type", False)  # PRNG keys lack the attribute
+    typed = leaf.aval.inner_aval if is_ref else leaf
+    weak = getattr(typed, "weak_type", False)  # PRNG keys lack the attribute
+    if is_ref:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak, is_ref=True)
     if not leaf.committed:
         return Uncommitted(leaf.shape, leaf.dtype, weak_type=weak)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
@@ -310,6 +316,7 @@ class Fallback:
             texts = rendezvous.gather("" if error is None else f"{type(error).__name__}: {error}")
             chosen = json.dumps([self._choose(tried, texts), [*self._directory.refused]]) if texts else ""
             answer, refused = json.loads(rendezvous.broadcast(chosen))
+            self._directory.refused.clear()
             self._directory.refused.update(refused)
         if answer is None or isinstance(answer, int):
             return answer
@@ -334,6 +341,7 @@ class Fallback:
                 return step
             self._refuse(step, f"{type(problem).__name__}: {problem}")
         refused = [step for step in steps if step in self._directory.refused and step <= self._first]
+        self._directory.refused.difference_update(refused)  # so that a later call does not see an empty run
         return f"no step in {self._directory.url} can be read; tried: {refused or 'none'}"
 
     def _refuse(self, step: int, reason: str) -> None:

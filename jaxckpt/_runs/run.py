@@ -209,7 +209,7 @@ class Run:
 
         Args:
             metric: The name of the metric. None: the first of `Checkpointer(keep_best=…)`.
-            mode: "min" or "max". None: as in `keep_best`, if it names this metric.
+            mode: "min" or "max". None: that of the first rule of `keep_best`, if the metric is that of the rule.
 
         Raises:
             InputError: No metric is given and the run does not record one, or no mode is given for this metric; or the

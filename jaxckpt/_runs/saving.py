@@ -31,7 +31,7 @@ from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start
 from jaxckpt._save.shared_path import PublishResult, SharedPath
 from jaxckpt._store.transaction import Transaction
-from jaxckpt.errors import InputError, JaxckptError, Preempted, TreeError
+from jaxckpt.errors import InputError, JaxckptError, Preempted, StorageError, TreeError
 
 # Which steps are saved -----------------------------------------------------------------------------------
 
@@ -220,12 +220,24 @@ class RunStep(SharedPath):
         self._deletion = deletion
         self._failures = failures
         self._step = step
+        self._unchecked: SaveRequest | None = None
+        self.follows_local_step = False
+        """Whether the step is saved locally first, and a flush copies it."""
 
     def check(self, request: SaveRequest) -> None:
-        """Raise unless the step may be saved, and protect it from deletion until it is saved."""
-        assert request.step is not None, "a Checkpointer saves steps"
+        """Raise unless the step may be saved, and protect it from deletion until it is saved. If storage fails before a
+        local step, which needs none, its flush checks again."""
         if not request.is_last_step and (failure := self._deletion.take_failure()) is not None:
             self._failures.handle_deletion_failure(failure)
+        try:
+            self._require_savable(request)
+        except StorageError:
+            if not self.follows_local_step:
+                raise
+            self._unchecked = request
+
+    def _require_savable(self, request: SaveRequest) -> None:
+        assert request.step is not None, "a Checkpointer saves steps"
         self._deletion.protect(request.step.number)
         try:
             self._directory.require_savable(request.step, overwrite=self.overwrite, is_last_step=request.is_last_step)
@@ -234,6 +246,8 @@ class RunStep(SharedPath):
             raise
 
     def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:
+        if self._unchecked is not None:
+            self._require_savable(self._unchecked)
         self._directory.require_same_folder()
         if self._step in self._directory.refused:
             self.overwrite = True
@@ -441,6 +455,7 @@ class Saver:
             call = Call.of("flush", destination.store.url, self.options)
             if to_storage:
                 rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
+                destination.follows_local_step = True
                 flush = Flush(step, self.local.child(step), destination, call, self.options, rate, request.on_done)
                 if flush_attempts is not None:
                     flush.attempts = functools.partial(flush_attempts.run, flush.call)
@@ -460,7 +475,8 @@ class Saver:
                         self._warn_of_wait(step, wait)
         except Exception as error:
             if call.repeats_earlier:
-                self.schedule.repeat(step)
+                if to_storage:
+                    self.schedule.repeat(step)
                 error.add_note(f"jaxckpt: step {step} is not saved because of this: call save({step}, …) again")
                 raise
             if attempts is None or not (attempts.is_handled or attempts.handle_unprepared(call, error)):
@@ -519,7 +535,11 @@ class Saver:
             self.unflushed_step = None
             request = replace(request, on_done=None)  # the flush calls it
         if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
-            self.last_flush.wait()
+            try:
+                self.last_flush.wait()
+            except Exception:
+                call.repeats_earlier = True
+                raise
         options = replace(self.options, max_bytes_per_second=None)
         return replace(request, destination=ProcessFolders(self.local, step, flush), options=options), flush, wait
 
@@ -545,6 +565,7 @@ class Saver:
     def _finish_earlier_saves(self, step: int, *, overwrite: bool) -> bool:
         """Wait for earlier saves before a preemption deadline. Returns whether they have saved this step, so that it
         need not be saved again. Saves of other steps get half of the time, because this one needs the other half."""
+        self.failures.supersede()
         flush = None if self.local is None else self.local.flush
         if flush is not None and (overwrite or flush.step != step):
             flush.call.cancellation.cancel(JaxckptError("a newer step is flushed instead, since the job was preempted"))
@@ -563,6 +584,9 @@ class Saver:
         if is_saved and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"
         _log.log(logging.WARNING if in_time else logging.ERROR, "the job was preempted: %s", outcome)
+        if in_time:
+            self.failures.forget_unsaved()
+            self.local_failures.forget_unsaved()
         self.preemption.mark_reported()
         self.preemption.raise_earlier_error(outcome)
         if self.on_preemption == "exit":

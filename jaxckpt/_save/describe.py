@@ -239,7 +239,7 @@ def _instead_of_dtype(dtype: Any) -> str:
     """What to do instead of storing an array of another dtype."""
     if dtype == jax.dtypes.float0:
         return "it is the gradient of integers, which has no values; leave it out"
-    if dtype.kind in "SUO":
+    if dtype.kind in "SUOT":
         return "leaf.tolist() makes leaves of its items"
     if dtype.kind in "mM":
         return "save leaf.astype(np.int64), and the unit"

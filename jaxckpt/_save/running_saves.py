@@ -376,7 +376,7 @@ def _mark_reported(save: RunningSave) -> None:
 
 def unreported_saves(*, include_detached: bool = False) -> list[RunningSave]:
     """The background saves that have not ended or whose end has not been reported."""
-    return [save for save in _saves.copy() if not save.awaited and include_detached >= save.detached]
+    return [save for save in _saves.copy() if not save.awaited and (include_detached or not save.detached)]
 
 
 def await_saves(owner: str) -> None:
@@ -505,7 +505,8 @@ class PendingSave:
             What was written.
 
         Raises:
-            TimeoutError: The save is not done yet. It continues.
+            TimeoutError: The save is not done yet (`done` is False). It continues. A PeerTimeoutError is also a
+                TimeoutError, but ends the save.
             KeyboardInterrupt: Ctrl-C ends the wait. The save continues.
             InputError: The save was skipped.
             Exception: The error of the save; see `save`.

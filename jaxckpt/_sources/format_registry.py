@@ -62,7 +62,7 @@ class Format:
     """Suffixes of paths to which `convert` writes this format by default."""
 
     steps_in: Callable[[str, Collection[str]], Sequence[ForeignStep]] = lambda path, names: ()
-    """The steps in a run's folder, oldest first. `open` opens the folder as its newest step. None for a single
+    """The steps in a run's folder, oldest first. `open` opens the folder as its newest step. Empty for a single
     checkpoint."""
 
     write_step: Callable[[Source, str, Options, Report], None] | None = None

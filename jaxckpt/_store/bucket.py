@@ -500,8 +500,8 @@ class Bucket:
 
     def discard(self, data: str) -> None:
         """Keeps the data if the write of the manifest had no response, because the manifest may still appear. A later
-        sweep can delete the data."""
-        if self._transition(data, ["writing"], "swept"):
+        sweep can delete the data. Without a note, a sweep deleted the data while this save wrote more."""
+        if self._transition(data, ["writing"], "swept") or self.read(f"{data}/{WRITER}") is None:
             self.delete(data)
 
     def clear(self, *, evict: bool = True) -> None:
@@ -922,7 +922,10 @@ def _with_hosted_bucket(spec: dict[str, Any]) -> dict[str, Any]:
         return spec
     scheme, _, host = endpoint.partition("://")
     if _BUCKET not in host.partition("/")[0]:
-        raise InputError(f"the endpoint {endpoint} must have {_BUCKET} in its host, as in {scheme}://{_BUCKET}.{host}")
+        shown = _without_user(f"//{host}")[2:]
+        raise InputError(
+            f"the endpoint {scheme}://{shown} must have {_BUCKET} in its host, as in {scheme}://{_BUCKET}.{shown}"
+        )
     return {**spec, "endpoint": endpoint.replace(_BUCKET, spec["bucket"]), "bucket": ""}
 
 

@@ -86,8 +86,9 @@ class _Object:
 def objects_to_fetch(
     stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], max_bytes: int
 ) -> dict[tuple[int, ...], _Object]:
-    """The objects to fetch whole, by grid index. They have at most `max_bytes`, and the planned reads need all their
-    elements."""
+    """The objects to fetch whole, by grid index. They have at most `max_bytes` of data, and the planned reads need all
+    their elements."""
+    most = max_bytes + stack.index_bytes + 4 * stack.chunks_per_object  # with index and checksums
     objects: dict[tuple[int, ...], _Object] = {}
     for boxes in plan:
         touched = set[tuple[int, ...]]()
@@ -100,7 +101,7 @@ def objects_to_fetch(
                 touched.add(index)
         for index in touched:
             objects[index].remaining_reads += 1
-    return {i: obj for i, obj in objects.items() if obj.needed_elements == obj.n_elements and obj.length <= max_bytes}
+    return {i: obj for i, obj in objects.items() if obj.needed_elements == obj.n_elements and obj.length <= most}
 
 
 class FetchingReader(ArrayReader):

@@ -39,7 +39,7 @@ from jaxckpt._model.object_index import ReadRange, read_digest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.threads import awake_seconds
-from jaxckpt._pipeline.watchdog import require_not_stalled
+from jaxckpt._pipeline.watchdog import current_watchdog, require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
 from jaxckpt._store.files import (
     FileReader,
@@ -315,8 +315,15 @@ class Folder:
             undo.pop_all()
             return handle
 
-    @watched("closing a file in")
     def unlock(self, handle: int) -> None:
+        watchdog = current_watchdog()
+        if watchdog is not None and watchdog.is_abandoned:
+            close_unwritten(handle)  # a thread that resumes after a stall may start no operation, but still lets go
+        else:
+            self._close(handle)
+
+    @watched("closing a file in")
+    def _close(self, handle: int) -> None:
         close_unwritten(handle)
 
     @contextlib.contextmanager
@@ -345,6 +352,7 @@ class Folder:
                         f"another process has held the lock of {self.folder} for {_LOCK_SECONDS:g} s: look for"
                         " a process that was suspended during a save or a deletion",
                     ) from None
+                note_progress()  # this error, not that of storage that hangs
                 time.sleep(0.005)
             except OSError:  # a file system without locks
                 return

@@ -181,6 +181,10 @@ def test_hints_are_commands_and_options(here: Path, tmp_path: Path) -> None:
         assert run(*arguments, code=3).stderr.endswith(hint)
     compared = run("diff", "small", f"{path}", "--select", "w", code=3).stderr
     assert compared.endswith(f"run jaxckpt verify {path} for a list of all damage\n")
+    with jaxckpt.Checkpointer(path, background=False) as steps:
+        steps.save(3, {"w": np.ones(2)})
+    for arguments in (["diff"], ["average", "-o", str(tmp_path / "sum")]):
+        assert run(*arguments, path, f"{path}@1", code=3).stderr.endswith(hint)
 
 
 def test_rm_refuses_a_pinned_step(tmp_path: Path) -> None:

@@ -96,13 +96,17 @@ def test_levanters_hooks_save_each_step_once(
     exec(blocks("adopt.md", "Levanter")[0], names)
     hooks = levanter.TrainerHooks()
     with jaxckpt.Checkpointer(tmp_path / "run", every=10) as checkpoints:
-        hooks.add_hook(names["Checkpoints"](checkpoints))
+        hooks.add_hook(names["Checkpoints"](checkpoints, None))
         for step in range(1, until + 1):
             info = levanter.StepInfo(State(jax.numpy.asarray(step), jax.numpy.full(8, step)), 0.0, 0.0)
             hooks.run_hooks(info)
         hooks.run_hooks(info, force=True)  # as Trainer.train does after its last step
     run = jaxckpt.Run(tmp_path / "run")
     assert run.steps() == steps
+    again = levanter.TrainerHooks()  # a finished run that is started again calls only the last hooks
+    with jaxckpt.Checkpointer(tmp_path / "run", every=10) as checkpoints:
+        again.add_hook(names["Checkpoints"](checkpoints, checkpoints.latest_step()))
+        again.run_hooks(info, force=True)
     assert jaxckpt.load_numpy(run.path(until))["w"].tolist() == [until] * 8
 
 

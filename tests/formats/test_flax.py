@@ -107,6 +107,17 @@ def test_a_sharded_flax_model(tmp_path: Path) -> None:
         jaxckpt.open(tmp_path)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_model_for_pytorch_beside_the_same_one_for_flax(is_sharded: bool, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    name = "flax_model-00001-of-00001.msgpack" if is_sharded else "flax_model.msgpack"
+    (tmp_path / name).write_bytes(serialization.msgpack_serialize({"kernel": np.ones(2)}))
+    if is_sharded:
+        (tmp_path / "flax_model.msgpack.index.json").write_text(json.dumps({"weight_map": {"kernel": name}}))
+    torch.save({"weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    assert list(jaxckpt.open(tmp_path)) == ["weight"]
+
+
 def test_steps_of_a_flax_folder() -> None:
     assert jaxckpt.Run(EVERYDAY / "flax").steps() == [9, 100]
     assert jaxckpt.load_numpy(f"{EVERYDAY / 'flax'}@9")["step"] == 9

@@ -73,7 +73,10 @@ def in_order(tree: Any) -> Any:
     return {key: in_order(tree[key]) for key in sorted(tree)} if isinstance(tree, dict) else tree
 
 
-FORMATS = {"file": "{}.safetensors", "folder": "{}-folder", "npz": "{}.npz", "ours": "{}-ours", "orbax": "{}-orbax"}
+FORMATS = {"file": "{}.safetensors", "folder": "{}-folder", "npz": "{}.npz", "zarr": "{}.zarr"}
+FORMATS |= {"ours": "{}-ours", "orbax": "{}-orbax"}
+REFUSED = {"orbax", "zarr"}
+"""The formats that do not allow some of the names."""
 
 
 def convert_along(chain: list[str], path: Path) -> tuple[Path, list[str]]:
@@ -96,13 +99,13 @@ def convert_along(chain: list[str], path: Path) -> tuple[Path, list[str]]:
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_a_foreign_name_is_data(suffix: str, names: list[str], tmp_path: Path) -> None:
     tensors = tensors_of(names)
-    chain = ["file", "npz", "ours", "npz", "ours", "folder", "orbax", "file"]
+    chain = ["file", "npz", "ours", "npz", "ours", "folder", "orbax", "file", "zarr"]
     for end in ("file", "folder", "npz"):
         folder = tmp_path / end
         folder.mkdir()
         write_theirs(folder / f"theirs{suffix}", tensors)
         last, refused = convert_along([*chain, end], folder / f"theirs{suffix}")
-        assert set(refused) <= {"orbax"}
+        assert set(refused) <= REFUSED
         written = read_theirs(last)
         assert written.keys() == tensors.keys()
         assert all(same(written[name], tensors[name]) for name in names)
@@ -123,7 +126,7 @@ def test_foreign_names_survive_any_chain(names: set[str], chain: list[str], end:
         tensors = tensors_of(sorted(names))
         write_theirs(Path(folder) / "theirs.safetensors", tensors)
         last, refused = convert_along([*chain, end], Path(folder) / "theirs.safetensors")
-        assert set(refused) <= ({"orbax", "npz"} if any("\0" in name for name in names) else {"orbax"})
+        assert set(refused) <= (REFUSED | {"npz"} if any("\0" in name for name in names) else REFUSED)
         if last.suffix not in (".safetensors", ".npz"):  # the name cannot be written to an npz
             return
         written = read_theirs(last)
@@ -146,6 +149,17 @@ def test_keys_survive_any_chain(tree: Any, chain: list[str]) -> None:
         jaxckpt.save(f"{folder}/first", tree)
         last, _ = convert_along(chain, Path(folder) / "first")
         assert same(jaxckpt.load_numpy(last), in_order(tree))
+
+
+def test_keys_with_a_slash_survive_in_zarr(tmp_path: Path) -> None:
+    tree = {"mlp/~/linear_0": {"w": np.ones(2), "n/m": 3}, "a": {"b": np.zeros(1)}}
+    jaxckpt.save(tmp_path / "ours", tree)
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "a.zarr")
+    assert jaxckpt.diff(tmp_path / "ours", tmp_path / "a.zarr").identical
+    file = tmp_path / "a.zarr" / "zarr.json"
+    file.write_text(file.read_text().replace('"mlp~1~0~1linear_0/w"', "1"))
+    with pytest.raises(jaxckpt.errors.DataError, match=r"zarr\.json is damaged"):
+        jaxckpt.open(tmp_path / "a.zarr")
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz"])

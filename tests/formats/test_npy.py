@@ -61,6 +61,16 @@ def test_a_dtype_that_numpy_does_not_record_is_named(tmp_path: Path) -> None:
         jaxckpt.load_numpy(jaxckpt.formats.npz_file(path, dtype="bfloat16"))
 
 
+def test_the_dtype_of_an_npy_file_is_named(tmp_path: Path) -> None:
+    array = W.astype(ml_dtypes.float8_e4m3fn)
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(DataError, match=r"open \.npz and \.npy files with jaxckpt\.formats\.npz_file\(path, dtype="):
+        jaxckpt.load_numpy(tmp_path / "x.npy")
+    found = jaxckpt.load_numpy(jaxckpt.formats.npz_file(tmp_path / "x.npy", dtype="float8_e4m3fn"))
+    assert found.dtype == array.dtype
+    assert found.tobytes() == array.tobytes()
+
+
 def test_an_array_of_objects_is_not_damage(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.array([{"a": 1}], dtype=object))
     report = jaxckpt.verify(tmp_path / "x.npy")

@@ -27,9 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 
 FORMAT_PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
-SAVE_BLOCK, READER_BLOCK, TREE_BLOCK, NEWEST_BLOCK = re.findall(
-    r"^```python\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE
-)
+SAVE_BLOCK, READER_BLOCK, TREE_BLOCK = re.findall(r"^```python\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE)
 EXAMPLE = json.loads(re.findall(r"^```json\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE)[0])
 
 # The definitions of the page's reader, without the lines that apply them to the example.
@@ -459,18 +457,3 @@ def test_invalid_phases_are_refused(tmp_path: Path, phases: Any, message: str) -
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), phase_seconds=phases)
     with pytest.raises(jaxckpt.errors.ManifestError, match=message):
         jaxckpt.open(tmp_path)
-
-
-def test_the_newest_step_is_found(tmp_path: Path) -> None:
-    page: dict[str, Any] = {"Path": Path}
-    exec(NEWEST_BLOCK, page)
-    run = tmp_path / "run"
-    with jaxckpt.Checkpointer(run) as checkpoints:
-        assert page["newest_step"](run) is None
-        for step in (7, 99_999_999, 100_000_000):
-            checkpoints.save(step, {"step": step})
-    jaxckpt.save(run / "999999999999-copy", {"step": 0})
-    (run / "00000200000000").mkdir()
-    (run / "200000000").mkdir()  # unpublished
-    assert page["newest_step"](run) == "100000000"
-    assert jaxckpt.Run(run).latest_step() == 100_000_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,37 @@ def test_the_target_decides_whether_a_leaf_is_a_reference(tmp_path: Path, mesh: 
         jaxckpt.restore(tmp_path / "arrays", tree | {"count": jax.new_ref(jnp.zeros(2))})
     kept = jaxckpt.restore(tmp_path / "arrays", tree | {"more": tree["w"]}, strict=False)
     assert kept["more"] is tree["w"]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_neither_the_callers_mesh_nor_checks_for_nan_matter(tmp_path: Path, mesh: Mesh, committed: bool) -> None:
+    array = jnp.array([1.0, jnp.nan, jnp.inf])
+    tree = {"w": jax.new_ref(jax.device_put(array, jax.devices()[1]) if committed else array), "other": jnp.ones(3)}
+    with jax.set_mesh(mesh), jax.debug_nans(True), jax.debug_infs(True):
+        jaxckpt.save(tmp_path / "a", tree)
+        restored = jaxckpt.restore(tmp_path / "a", tree)
+    assert isinstance(restored["w"], jax.Ref)
+    assert repr(jaxckpt.open(tmp_path / "a")["w"]).endswith(f"device {1 if committed else 0}>")
+    require_equal(values(restored), values(tree))
+    assert restored["w"].sharding == tree["w"].sharding
+
+
+def test_init_makes_no_reference_that_lives_during_the_restore(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"w": jnp.arange(3.0), "n": jax.new_ref(jnp.int32(4))})
+    made: list[weakref.ref[Any]] = []
+
+    def init() -> Any:
+        tree = {"w": jax.new_ref(jnp.zeros(3)), "n": jax.new_ref(jnp.int32(0)), "new": jax.new_ref(jnp.ones(2))}
+        made.append(weakref.ref(tree["w"]))
+        return tree
+
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+        step, restored = run.restore_or_init(init, strict={"new": False})
+        assert step == 1
+    assert made[0]() is None
+    require_equal(values(restored), [np.int32(4), np.ones(2), np.arange(3)])
+    assert all(isinstance(leaf, jax.Ref) for leaf in restored.values())
 
 
 def test_specs_casts_and_ties_of_references(tmp_path: Path, mesh: Mesh) -> None:

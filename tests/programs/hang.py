@@ -61,3 +61,7 @@ if __name__ == "__main__":
     strace.kill()
     attempt(lambda: CALLS[verb](folder / "next", OPTIONS))
     print("hung was published:", (folder / "hung" / "manifest.json").exists())
+    if not restores:
+        time.sleep(5)  # the call has returned, and the thread has released what it held
+        CALLS[verb](folder / "hung", OPTIONS)
+    print("data folders:", len([*(folder / "hung").glob("data-*")]))

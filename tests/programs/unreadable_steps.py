@@ -29,6 +29,7 @@ for kind in args["kinds"]:
         others = "[10, 20" in notes or f"{type(error).__name__}: {error} {notes}"
     last, state = checkpoints.restore_or_init(init, on_unreadable="previous")
     values = sorted({float(value) for value in np.asarray(state["w"].addressable_data(0)).ravel()})
+    assert np.asarray(checkpoints.restore()["w"].addressable_data(0))[0, 0] == 20
     outcomes[kind] = others, last, values
     checkpoints.close()
 print(json.dumps(outcomes))

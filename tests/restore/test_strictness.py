@@ -467,6 +467,20 @@ def test_numbers_and_arrays_convert_only_without_loss(tmp_path: Path) -> None:
     assert restored == {"step": 7, "lr": 0.1, "count": 3, "name": "x"}
     assert isinstance(restored["step"], jax.Array)
     assert type(restored["count"]) is int
+    numbers = {
+        "zero": 0j,
+        "minus": complex(0.0, -0.0),
+        "nan": complex("nan+1j"),
+        "tenth": 0.1 + 0j,
+        "int": 0,
+        "float": -0.0,
+    }
+    jaxckpt.save(tmp_path / "d", numbers)
+    for dtype in ("complex64", "complex128"):
+        arrays = jaxckpt.restore(tmp_path / "d", dict.fromkeys(numbers, np.zeros((), dtype)))
+        assert {name: str(array) for name, array in arrays.items()} == {
+            name: str(np.asarray(number).astype(dtype)) for name, number in numbers.items()
+        }
     weak = jaxckpt.restore(tmp_path / "c", {"lr": jnp.float32(0)}, select="lr")["lr"]
     assert weak == jnp.float32(0.1), "a Python float becomes any float, as JAX's weak types do"
     with pytest.raises(jaxckpt.MismatchError) as caught:

@@ -48,7 +48,7 @@ def apply_rules(path: Path, **rules: Any) -> jaxckpt.Checkpointer:
     """A Checkpointer that has deleted what its rules do not keep. Raises the error of the deletion, even a crash."""
     know_rules(path, **{name: rule for name, rule in rules.items() if name.startswith("keep_")})
     checkpoints = jaxckpt.Checkpointer(path, options=FAST, **rules)
-    checkpoints.restore(checkpoints.steps()[0])
+    checkpoints.restore(checkpoints.steps()[-1])
     deletion = checkpoints._deletion._last_pass
     assert deletion is not None
     deletion.result(60)
@@ -199,7 +199,10 @@ def test_rules_apply_only_after_the_first_save_or_restore(tmp_path: Path, rules:
     with jaxckpt.Checkpointer(tmp_path, options=FAST, **rules) as checkpoints:
         assert checkpoints.restore(1)["step"] == 1
         checkpoints.wait()
-        assert checkpoints.steps() == [4]
+        assert checkpoints.steps() == [1, 4]  # training continues from step 1
+        checkpoints.save(5, {"step": 5, "opt_state": {"m": np.zeros(3)}}, metrics={"loss": 0.0})
+        checkpoints.wait()
+        assert checkpoints.steps() == [5]
 
 
 @pytest.mark.parametrize("call", ["restore", "restore_or_init", "save"])

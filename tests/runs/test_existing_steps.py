@@ -40,6 +40,15 @@ def test_new_rules_delete_only_after_a_notice(tmp_path: Path, caplog: pytest.Log
     assert len(notices(caplog)) == 1
 
 
+def test_a_restart_before_the_first_save_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1, 2, 3)
+    for n_notices in (1, 2):
+        with jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST, background=False) as checkpoints:
+            assert checkpoints.restore()["w"][0] == 3
+        assert jaxckpt.Run(tmp_path).steps() == [1, 2, 3]
+        assert len(notices(caplog)) == n_notices
+
+
 @pytest.mark.parametrize("content", [b"", b'{"rules": 1}', b'{"x": ' + b"[" * 99999 + b"]" * 99999 + b"}"])
 def test_a_damaged_record_of_the_rules_counts_as_none(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture

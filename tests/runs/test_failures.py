@@ -18,9 +18,12 @@ import servers
 from servers import Bucket
 
 import jaxckpt
+from jaxckpt._runs.saving import RunStep
 from jaxckpt._save import staging
 from jaxckpt._store import files
 from jaxckpt.errors import InputError, StorageError
+
+FAST = jaxckpt.Options(sync=False)
 
 
 @pytest.mark.child
@@ -86,6 +89,35 @@ def full_disk() -> Generator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("lost", ["steps", "directory"])
+def test_local_steps_do_not_hide_that_the_directory_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    run = tmp_path / "run"
+    local = jaxckpt.LocalTier(tmp_path / "local", every=5, copies=0)
+    with jaxckpt.Checkpointer(run, every=10, on_failure="continue", local=local, options=FAST) as checkpoints:
+        checkpoints.save(10, {"w": np.zeros(3)})
+        checkpoints.wait()
+        if lost == "steps":
+            monkeypatch.setattr(RunStep, "claim", lambda *_: (_ for _ in ()).throw(StorageError(28, "no space")))
+        else:
+            run.rename(tmp_path / "away")
+            run.write_text("not a folder")
+        for step in (20, 25, 30, 35, 40):
+            checkpoints.save(step, {"w": np.full(3, step)})
+        with pytest.raises(StorageError) as raised:  # noqa: PT012
+            checkpoints._saver.last_flush.pending.join()  # pyright: ignore[reportOptionalMemberAccess]
+            checkpoints.save(45, {"w": np.zeros(3)})
+        assert "3 steps in a row" in " ".join(raised.value.__notes__)
+        assert "call save(45, …) again" in " ".join(raised.value.__notes__)
+        assert checkpoints.save(45, {"w": np.full(3, 45)})
+        assert checkpoints._saver.last_save.wait()
+        if lost == "directory":
+            run.unlink()
+            (tmp_path / "away").rename(run)
+    assert {path.name for path in (tmp_path / "local" / "process-0").iterdir()} >= {"00000045"}
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._job.call import Call
+from jaxckpt._local_tier.process_folders import ProcessFolders
 
 
 def state(step: int) -> dict[str, Any]:
@@ -292,6 +293,26 @@ def test_a_skipped_local_save_is_still_owed(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(jaxckpt.errors.TreeError):
             checkpoints.save(5, {"w": object()})
         assert not checkpoints.save(6, state(6))
+
+
+def test_after_the_newest_local_step_was_deleted_the_next_save_deletes_no_other(tmp_path: Path) -> None:
+    with opened(tmp_path) as checkpoints:
+        for step in (5, 10, 15):
+            checkpoints.save(step, state(step))
+        checkpoints.delete(15)
+        assert checkpoints.latest_step() == 10
+        begin = ProcessFolders.publish
+        found: list[list[str]] = []
+
+        def publish(folders: ProcessFolders, *arguments: Any) -> Any:
+            found.append(held(tmp_path / "local" / "process-0"))
+            return begin(folders, *arguments)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ProcessFolders, "publish", publish)
+            checkpoints.save(15, state(15))
+            checkpoints.wait()
+        assert "00000010" in found[0]
 
 
 @pytest.mark.parametrize("every", [5, 100])

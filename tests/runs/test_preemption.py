@@ -19,8 +19,11 @@ from processes import PROGRAMS, RunProcesses, RunPython, finish
 
 import jaxckpt
 from jaxckpt._runs import preemption
+from jaxckpt._runs.saving import RunStep
 from jaxckpt._store.files import FileWriter
 from jaxckpt._store.folder import Folder
+
+FAST = jaxckpt.Options(sync=False)
 
 
 @pytest.fixture(autouse=True)
@@ -312,6 +315,22 @@ def test_the_last_step_is_saved_although_another_save_has_failed(
     assert checkpoints.steps() == [1, 2]
     assert f"an earlier save was not completed: {tmp_path}/other: " in caplog.text
     jaxckpt.save(tmp_path / "next", {"x": 1})  # the error was reported
+
+
+def test_a_last_step_that_is_saved_replaces_an_earlier_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: dict[str, Any] = {"on_failure": "continue", "on_preemption": "continue", "options": FAST}
+    with jaxckpt.Checkpointer(tmp_path, **rules) as checkpoints:
+        checkpoints.save(1, {"x": 1})
+        checkpoints.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(RunStep, "claim", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+            checkpoints.save(2, {"x": 1})
+            checkpoints._saver.last_save.pending.join()  # pyright: ignore[reportOptionalMemberAccess]
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpoints.save(3, {"x": 1})
+    assert checkpoints.steps() == [1, 3]
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])

@@ -220,7 +220,7 @@ def test_orbaxs_policies_as_the_docs_write_them(tmp_path: Path) -> None:
     latest = "step % 100 == 0 and step > run.latest_step() - 500"
     page = (Path(__file__).parents[2] / "docs" / "coming-from-orbax.md").read_text()
     assert f"keep_if=lambda step, metrics: {latest}`" in page
-    assert "keep_if=lambda step, metrics: not metrics`" in page
+    assert 'keep_if=lambda step, metrics: metrics.get("loss") is None`' in page
     keep_if = eval(f"lambda step, metrics: {latest}", {"run": run})
     with jaxckpt.Checkpointer(tmp_path / "a", keep_if=keep_if, background=False, options=FAST) as checkpoints:
         for step in range(0, 1000, 50):
@@ -229,11 +229,11 @@ def test_orbaxs_policies_as_the_docs_write_them(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(
         tmp_path / "b",
         keep_best=("loss", "min"),
-        keep_if=lambda step, metrics: not metrics,
+        keep_if=lambda step, metrics: metrics.get("loss") is None,
         background=False,
         options=FAST,
     ) as checkpoints:
-        for step, loss in enumerate([3, 1, None, 2, None, 5, 4]):
+        for step, loss in enumerate([3, 1, None, 2, float("nan"), 5, 4]):
             checkpoints.save(step, {"w": step}, metrics=None if loss is None else {"loss": loss})
         assert checkpoints.steps() == [1, 2, 4, 6]
 

@@ -110,6 +110,11 @@ def test_if_no_step_can_be_read_nothing_is_initialized(tmp_path: Path) -> None:
     assert "no step in" in raised.value.__notes__[-1]
     assert "[30, 20, 10]" in raised.value.__notes__[-1]
     assert [incident.step for incident in checkpoints.incidents()] == [30, 20, 10]
+    with pytest.raises(CorruptError):  # as after a pause, in case the storage recovers
+        checkpoints.restore_or_init(shapes, on_unreadable="previous")
+    assert checkpoints.steps() == [10, 20, 30]
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
+        checkpoints.save(10, {"w": jnp.zeros(3)})
     checkpoints.close()
     assert sorted(path for path in tmp_path.rglob("*") if "_run" not in path.parts) == before
 

@@ -29,7 +29,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("verb", "call"), CALLS)
 def test_an_error_names_the_operation(run_python: RunPython, tmp_path: Path, verb: str, call: str) -> None:
-    ended, after, published = run_python(PROGRAM, args=[str(tmp_path), verb, call]).splitlines()
+    ended, after, published, left = run_python(PROGRAM, args=[str(tmp_path), verb, call]).splitlines()
     doing = DOING[call]
     kind, seconds, _, message = ended.split(maxsplit=3)
     assert kind == "StorageError"
@@ -37,6 +37,7 @@ def test_an_error_names_the_operation(run_python: RunPython, tmp_path: Path, ver
     assert int(seconds) < 25  # the operation did not wait for the call
     assert after == "done"  # another thread does the next operation
     assert published == f"hung was published: {not verb.startswith('save')}"
+    assert left == "data folders: 1"
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,16 @@ def test_a_writer_that_was_swept_cannot_publish(store: Store) -> None:
     assert store.names() == []
 
 
+def test_a_swept_writer_deletes_what_it_wrote_afterwards(store: Store) -> None:
+    data, manifest = begun(store)
+    store.clear()
+    store.put(f"{data}/0000-uint8-1/c/0/0", b"late")
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
+        store.publish(data, manifest, None, sync=True)
+    store.discard(data)
+    assert store.names() == []
+
+
 def test_a_swept_writer_deletes_only_its_own_manifest(bucket: Bucket) -> None:
     """A swept writer publishes, and is replaced before it notices."""
     store = store_at(bucket.url, jaxckpt.Options())

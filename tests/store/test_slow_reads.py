@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxckpt._pipeline import watchdog as stalls
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import submit
+from jaxckpt._store.store_path import store_at
 
 
 @pytest.fixture
@@ -52,6 +54,20 @@ def test_threads_that_move_bytes(be_slow: Callable[[], None]) -> None:
         return "all"
 
     assert run_watched("reading", 300, read) == "all"
+
+
+def test_full_objects_are_read_whole_with_little_memory(tmp_path: Path) -> None:
+    """The limits of the objects and of the memory may be equal, and the checksums come on top."""
+    url = f"memory://whole/{tmp_path.name}"
+    options = jaxckpt.Options(host_bytes=1 << 20, object_bytes=1 << 18, chunk_bytes=1 << 16)
+    jaxckpt.save(url, {"w": np.arange(1 << 17)}, options=options)
+    store = store_at(url, options)
+    keys = sorted(key for key in store.keys_below("data-") if "/c/" in key)
+    first, second = (store.read(f"data-{key}") for key in keys[:2])
+    store.put(f"data-{keys[0]}", second)
+    store.put(f"data-{keys[1]}", first)
+    with pytest.raises(jaxckpt.errors.DataError):
+        jaxckpt.load_numpy(url, options=options)
 
 
 def test_objects_of_an_object_store(be_slow: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,12 +117,12 @@ def test_a_users_own_data_folder_is_not_swept(tmp_path: Path, place: str) -> Non
 
 def test_waiting_for_a_lock_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
-    monkeypatch.setattr(_folder, "_LOCK_SECONDS", 0.2)
-    with (
-        Folder("", str(tmp_path / "ckpt")).locked(),
-        pytest.raises(jaxckpt.errors.StorageError, match="held the lock"),
-    ):
-        jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
+    monkeypatch.setattr(_folder, "_LOCK_SECONDS", 0.5)
+    with Folder("", str(tmp_path / "ckpt")).locked():
+        for timeout_seconds in (300, 0.2):
+            options = jaxckpt.Options(timeout_seconds=timeout_seconds)
+            with pytest.raises(jaxckpt.errors.StorageError, match="held the lock"):
+                jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True, options=options)
     jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
 
 
@@ -262,4 +262,4 @@ def test_every_method_that_uses_storage_is_watched() -> None:
         "parent_and_name",
         "locked",
     }
-    assert unwatched == {*builders, "mark", "unmark"}, "decorate others with @watched: their storage may hang"
+    assert unwatched == {*builders, "mark", "unmark", "unlock"}, "decorate others with @watched: their storage may hang"
