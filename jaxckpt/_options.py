@@ -170,6 +170,9 @@ class Options:
             function is called with a `Progress` as bytes move: in the caller's thread while the call waits, otherwise
             in the background thread. None shows nothing.
 
+    Raises:
+        InputError: A value is invalid.
+
     Examples:
         >>> import jaxckpt
         >>> jaxckpt.Options(compression="zstd").object_bytes

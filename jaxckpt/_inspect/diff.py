@@ -183,6 +183,7 @@ def diff(
         NotACheckpointError, CorruptError, StorageError: As `restore`, for either checkpoint.
         TreeError: A pattern of `select` matches nothing in either checkpoint, or a path of `rename` matches nothing.
         MismatchError: The `Rules` in `rename` do not fit a.
+        InputError: Another argument is invalid.
 
     Examples:
         >>> import numpy as np, jaxckpt

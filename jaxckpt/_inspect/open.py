@@ -280,6 +280,7 @@ def open(
         StorageError: The manifest cannot be read.
         TreeError: A path of `rename` matches nothing.
         MismatchError: The `Rules` in `rename` do not fit the checkpoint.
+        InputError: Another argument is invalid.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -530,7 +531,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             values: `restore` raises MismatchError if the cast would change one.
 
         Raises:
-            MismatchError, TreeError, SpecError, LayoutError: As `restore` would.
+            MismatchError, TreeError, SpecError, LayoutError, InputError: As `restore` would.
         """
         from jax.sharding import Mesh
 

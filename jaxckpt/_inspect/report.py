@@ -101,6 +101,7 @@ def report(
         NotACheckpointError, ManifestError, StorageError: As `open`.
         MismatchError, SpecError, LayoutError: As `restore` onto `mesh` would.
         DataError, StorageError: A leaf cannot be read; with `histograms` only.
+        InputError: Another argument is invalid.
 
     Examples:
         >>> import jaxckpt, numpy as np

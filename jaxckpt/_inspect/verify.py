@@ -171,6 +171,7 @@ def verify(
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced in the meantime.
         StorageError: The manifest cannot be read, or the storage does not respond.
+        InputError: An argument is invalid.
 
     Examples:
         >>> import numpy as np, jaxckpt

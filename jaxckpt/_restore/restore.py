@@ -433,6 +433,7 @@ def load_numpy(
         NotACheckpointError, CorruptError, StorageError: As `restore`.
         TreeError: A pattern of `select` or a path of `rename` matches nothing.
         MismatchError: The `Rules` in `rename` do not fit the checkpoint, or a cast would lose values.
+        InputError: Another argument is invalid.
 
     Examples:
         >>> import numpy as np, jaxckpt
