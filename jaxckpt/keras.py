@@ -19,7 +19,7 @@ class Checkpoints(keras.callbacks.Callback):
 
     Args:
         checkpointer: The run. Close it, or leave its `with` block, after `fit`.
-        arguments: Keyword arguments of `Checkpointer.restore_or_init`, such as `strict=False` for a model with more
+        arguments: Keyword arguments of `jaxckpt.restore`, such as `strict=False` for a model with more
             variables than the saved one.
 
     Raises:

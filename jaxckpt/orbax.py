@@ -401,7 +401,7 @@ class _Commit:
             raise concurrent.futures.CancelledError
 
     def cancel(self) -> None:
-        self.is_cancelled = not self.pending.done
+        self.is_cancelled |= not self.pending.done
 
 
 def _restore_leaves(

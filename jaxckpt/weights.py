@@ -61,7 +61,7 @@ class Publisher:
         rules: With `format`: `Rules` from the published tree to the names of the samplers, such as `rules.inverse()` of
             `huggingface_rules`. They must only move elements, and compute no values.
         base: With `format`: a Hugging Face folder whose other files, such as config.json, each anchor contains.
-        options: See `Options`; `compression` is always "zstd".
+        options: See `Options`; `compression` is always "zstd", and `non_finite` must be "ignore".
 
     Raises:
         InputError: The directory has steps that no Publisher wrote, or an argument is invalid.
@@ -90,6 +90,8 @@ class Publisher:
         """The number of the oldest anchor that is kept."""
 
         packed = replace(options_or_default(options), compression="zstd")
+        if packed.non_finite != "ignore":
+            raise InputError('Options.non_finite must be "ignore" in a Publisher, because it stores differences')
         self._deltas: SamplerDeltas | None = None
         if format is not None:
             self._deltas = _sampler_deltas(directory, format, rules, base)
@@ -110,6 +112,9 @@ class Publisher:
 
         self._last_save: PendingSave | None = None
         """The save of the last publication."""
+
+        self._anchor_save: PendingSave | None = None
+        """The save of the last anchor."""
 
     def _anchor_of(self, number: int) -> float:
         return _require_anchor(self._checkpointer.path(number), self._checkpointer.metrics(number))
@@ -144,9 +149,11 @@ class Publisher:
             and _has_same_layout(now, last_weights)
         )
         anchor, chain = (self._anchor, self._chain) if linked else (float(number), random.SystemRandom().random())
+        has_failed = self._anchor_save is not None and self._anchor_save.error is not None
+        oldest_anchor = self._oldest_anchor if linked or has_failed else self._anchor
         export = None
         if self._deltas is not None:
-            oldest = number if self._anchor < 0 else int(self._anchor if not linked else max(0.0, self._oldest_anchor))
+            oldest = number if self._anchor < 0 else int(max(0.0, oldest_anchor))
             export = PublishedVersion(self._deltas, number + 1, not linked, oldest + 1, step)
         self._next += 1  # even if this fails, because the step may have been published
         saved = self._checkpointer.save(
@@ -161,7 +168,8 @@ class Publisher:
             return False
         self._last_weights, self._last_save = now, self._checkpointer.pending
         if not linked:
-            self._oldest_anchor, self._anchor, self._chain = self._anchor, anchor, chain
+            self._oldest_anchor, self._anchor, self._chain = oldest_anchor, anchor, chain
+            self._anchor_save = self._last_save
         return True
 
     def close(self) -> None:
@@ -216,7 +224,8 @@ def subscribe(
         options: See `Options`.
 
     Yields:
-        (step, weights): the training step and its weights, bit for bit as published.
+        (step, weights): the training step and its weights, bit for bit as published. The next weights are computed from
+        these arrays, so do not donate them.
 
     Raises:
         DataError: A publication since the newest anchor is missing.
@@ -254,8 +263,10 @@ def _subscribe(
         tried = newest_chain
         weights: Tree = None
         last_applied: tuple[int, float | None] | None = None
-        after = newest_chain[0] - 1 if newest_chain and newest_chain[0] else None
-        for publication in run.follow(after=after, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds):
+        after = newest_chain[0] - 1 if newest_chain else -1
+        for publication in run._follow(after, -1, timeout_seconds, poll_seconds):  # pyright: ignore[reportPrivateUsage]
+            if last_applied is not None and publication.number <= last_applied[0]:  # the directory is used again
+                newest_seen = run.latest_step() or 0
             _require_anchor(publication.path, publication.metrics)
             note, chain = publication.open().metadata, publication.metrics.get(_CHAIN)
             if note["previous"] is None:
@@ -271,7 +282,7 @@ def _subscribe(
             last_applied = publication.number, chain
             # The newest at the time of the check, because a fast publisher would always be ahead.
             if publication.number >= newest_seen:
-                yield note["step"], weights
+                yield note["step"], jax.tree.map(lambda leaf: leaf, weights)  # whose containers the caller may change
                 newest_seen = run.latest_step() or 0
         else:
             return

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import PASSED, PROGRAMS, Finished, RunProcesses, RunPython, free_port, run_together
@@ -334,6 +335,23 @@ def test_other_differences_are_errors(cases: Cases) -> None:
     for lines in cases["trees_that_differ"]:
         assert kinds(lines) == ["PeersDisagreeError"] * 4 + ["fine"], lines
         assert "'x' (checksum" in lines[3]
+
+
+def test_meshes_with_another_order_of_devices_are_found_by_a_restore(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    program = """
+    import jaxckpt, numpy as np
+    from jax.sharding import Mesh, PartitionSpec as P
+    own, others = jax.local_devices(), [one for one in jax.devices() if one.process_index != process_id]
+    try:
+        jaxckpt.restore(args, mesh=Mesh(np.array(own + others), ("data",)), specs=P("data"))
+    except jaxckpt.errors.PeersDisagreeError:
+        print("found")
+    """
+    jaxckpt.save(tmp_path / "c", {"w": jnp.arange(8)})
+    done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path / "c"))
+    assert [one.stdout for one in done] == ["found\n"] * 2
 
 
 def test_an_exchange_after_the_main_thread_has_ended(cases: Cases, folder: Path) -> None:

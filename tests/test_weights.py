@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, environment, start
 
 import jaxckpt
+from jaxckpt._runs.saving import RunStep
 from jaxckpt._store.folder import Folder
+from jaxckpt.errors import StorageError
 
 FAST = jaxckpt.Options(sync=False)
 SHAPES = {"w": (64, 48), "b": (48,), "deep": [(2, 3, 8), ()]}
@@ -273,6 +277,75 @@ def test_a_publisher_that_is_killed_and_started_again(tmp_path: Path) -> None:
 def published(publisher: jaxckpt.weights.Publisher, step: int, value: float) -> None:
     publisher.publish(step, {"w": jnp.full(4, float(value))})
     publisher._checkpointer.wait()
+
+
+@pytest.mark.one_device
+def test_a_follower_may_change_the_tree_that_it_gets(tmp_path: Path) -> None:
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
+        follower = jaxckpt.weights.subscribe(tmp_path, timeout_seconds=60, poll_seconds=0.01)
+        for step in range(4):
+            published(publisher, step, step)
+            _, tree = next(follower)
+            assert float(tree["w"][0]) == step
+            tree["w"] = tree["w"] * 3
+            tree["lora"] = 1
+
+
+@pytest.mark.one_device
+def test_a_waiting_follower_sees_that_the_directory_is_used_again(tmp_path: Path) -> None:
+    found: list[float] = []
+
+    def follow() -> None:
+        for _, tree in jaxckpt.weights.subscribe(tmp_path / "w", timeout_seconds=60, poll_seconds=0.01):
+            found.append(float(tree["w"][0]))
+
+    def await_value(value: float) -> None:
+        deadline = time.monotonic() + 30
+        while value not in found:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+
+    publisher = jaxckpt.weights.Publisher(tmp_path / "w", anchor_every=3, options=FAST)
+    for step in range(8):
+        published(publisher, step, step)
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    await_value(7)
+    (tmp_path / "w").rename(tmp_path / "old")  # as after the publisher was killed
+    with jaxckpt.weights.Publisher(tmp_path / "w", anchor_every=3, options=FAST) as again:
+        for step in range(3):
+            published(again, step, 100 + step)
+            await_value(100 + step)
+    follower.join(60)
+    assert not follower.is_alive()
+
+
+@pytest.mark.one_device
+def test_failed_anchors_leave_the_chain_of_the_last_that_was_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = jaxckpt.weights.Publisher(tmp_path, anchor_every=3, options=FAST)
+    for step in range(8):
+        published(publisher, step, step)
+    assert jaxckpt.Run(tmp_path).steps() == [3, 4, 5, 6, 7]
+    published(publisher, 8, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunStep, "claim", lambda *_: (_ for _ in ()).throw(StorageError(28, "no space")))
+        for step in range(9, 13):
+            with contextlib.suppress(StorageError):
+                published(publisher, step, step)
+    publisher._checkpointer._deletion._request_pass()  # as after a reader has released a step
+    publisher._checkpointer._deletion.wait()
+    assert jaxckpt.Run(tmp_path).steps() == [6, 7, 8]
+    published(publisher, 20, 20)
+    publisher.close()
+    assert float(next(jaxckpt.weights.subscribe(tmp_path, timeout_seconds=5))[1]["w"][0]) == 20
+    assert jaxckpt.Run(tmp_path).steps()[:3] == [6, 7, 8]
+
+
+def test_a_publisher_cannot_look_for_nan_in_differences(tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.errors.InputError, match="non_finite"):
+        jaxckpt.weights.Publisher(tmp_path, options=jaxckpt.Options(non_finite="error"))
 
 
 @pytest.mark.one_device

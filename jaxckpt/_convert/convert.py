@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._convert.convert_elsewhere import FilesElsewhere, WrittenElsewhere, require_plain
-from jaxckpt._convert.convert_run import copy_notes, export_notes, hold_step, step_source, steps_to_convert
+from jaxckpt._convert.convert_run import copy_notes, export_notes, hold_step, steps_to_convert, with_notes
 from jaxckpt._devices.shardings import TypedLeaf
 from jaxckpt._formats.average import Average
 from jaxckpt._formats.destination import replacing, require_replaceable
@@ -81,7 +81,8 @@ def convert(
             `oneflow_ranks`. The directory of a run, of a Checkpointer or of Orbax, is converted to a run: each step,
             with its number, metrics and metadata, oldest first; then the metadata of the run. A warning names what
             the format has no place for. If that is interrupted, the same call resumes it and skips the steps that are
-            complete. "run@40" and "run@latest" refer to one step.
+            complete. If `keep_last_of` has dropped a subtree from some steps, pass functions in place of `specs`,
+            `select` or `rename` that name it. "run@40" and "run@latest" refer to one step.
         destination: The path of the new checkpoint: as for `save`, or a local path for other formats.
         format: "jaxckpt"; "safetensors" (a file if `destination` ends in ".safetensors", otherwise a folder of shards
             with an index); "npz"; "zarr" (a group with one array per leaf); "orbax"; "orbax-v1", which `load` of Orbax
@@ -204,13 +205,15 @@ def _convert(
     source: NativeCheckpoint | ForeignCheckpoint,
     destination: str | os.PathLike[str],
     *,
-    is_step: bool = False,
+    opened_step: NativeCheckpoint | ForeignCheckpoint | None = None,
 ) -> None:
-    """Convert one checkpoint; with `is_step`, to a step of a run. Every process."""
+    """Convert one checkpoint; to a step with `opened_step`, the source without the notes of its run. Every process."""
     options = conversion.options
     narrow = renamed_source(source, conversion.rename, conversion.select)
     verify = functools.partial(_verify_checksums, narrow, options)
-    opened = functools.partial(OpenedElsewhere.of, source, location, options, conversion.rename, conversion.select)
+    opened = functools.partial(
+        OpenedElsewhere.of, opened_step or source, location, options, conversion.rename, conversion.select
+    )
     if conversion.format == "jaxckpt":
         call.in_process_0("verifying the source", verify)
         draft = _drafted(narrow, conversion.mesh, conversion.specs, options)
@@ -236,7 +239,7 @@ def _convert(
         call.run(write)
         return
     form = written_formats()[conversion.format]
-    write_format = form.write_step if is_step else form.write
+    write_format = form.write if opened_step is None else form.write_step
     assert write_format is not None, form.name
     write = functools.partial(
         _write_foreign, call, narrow, location, target, write_format, options, overwrite=conversion.overwrite
@@ -256,13 +259,15 @@ def _convert_run(
             Call.of("convert", f"{directory}/{name}", conversion.options) as call,
             contextlib.ExitStack() as until_converted,
         ):
-            hold = functools.partial(hold_step, run, step, until_converted)
+            hold = functools.partial(hold_step, run, step, conversion.options, until_converted)
             if not call.in_process_0("holding a step of the source", hold):
                 log.warning("step %d of %s was deleted before it could be converted", step, run.url)
                 continue
-            source, others = step_source(run, step, conversion.options)
+            location = NamedStep(run, str(step))
+            opened = source_at(location, conversion.options)
+            source, others = with_notes(opened, run, step)
             left_out |= others
-            _convert(call, conversion, NamedStep(run, str(step)), source, f"{directory}/{name}", is_step=True)
+            _convert(call, conversion, location, source, f"{directory}/{name}", opened_step=opened)
             if call.index == 0:
                 log.info("converted step %d of %s (%d of %d)", step, run.url, number, len(steps))
     with Call.of("convert", directory, conversion.options) as call:

@@ -88,7 +88,8 @@ def steps_to_convert(
         )
     left = [step for step in steps if overwrite or step not in complete]
     for step in {*steps}.difference(left):
-        problem = _difference(view(step_source(run, step, options)[0]).manifest, target, step, options)
+        noted, _ = with_notes(source_at(NamedStep(run, str(step)), options), run, step)
+        problem = _difference(view(noted).manifest, target, step, options)
         if problem is not None:
             raise CheckpointExistsError(
                 f"step {step} exists in {target.url}, but it is not that of {run.url}: {problem}. Give a new directory,"
@@ -127,9 +128,10 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {leaf.path: () if leaf.stack is None else manifest.leaf_shape(leaf) for leaf in manifest.leaves}
 
 
-def step_source(run: Store, step: int, options: Options) -> tuple[NativeCheckpoint | ForeignCheckpoint, set[str]]:
-    """A step of a run, with its number, its metrics and the user's metadata; and what no conversion of it keeps."""
-    source = source_at(NamedStep(run, str(step)), options)
+def with_notes(
+    source: NativeCheckpoint | ForeignCheckpoint, run: Store, step: int
+) -> tuple[NativeCheckpoint | ForeignCheckpoint, set[str]]:
+    """A step of a run with its number, its metrics and the user's metadata; and what no conversion of it keeps."""
     manifest = source.manifest
     others = {"process_state"} if manifest.process_states else set[str]()
     step_metrics = {} if manifest.step is None else manifest.step.metrics
@@ -158,11 +160,12 @@ def _place(store: Store) -> str:
     return store.url if local is None else os.path.realpath(local)
 
 
-def hold_step(run: Store, step: int, until_converted: contextlib.ExitStack) -> bool:
+def hold_step(run: Store, step: int, options: Options, until_converted: contextlib.ExitStack) -> bool:
     """Protect a step of a Checkpointer's run from deletion while it is converted, if a lease can be written there.
     Returns whether the step still exists."""
     if not is_published(run, step):
-        return not possible_steps(run)  # it is a step of another library
+        others = () if possible_steps(run) else foreign_steps_of(run.url, options)
+        return any(other.number == step for other in others)
     try:
         until_converted.enter_context(hold(run, step))
     except NotACheckpointError:

@@ -125,7 +125,8 @@ def box_replicator(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
             index = 0
             for axis in spec[dim] if dim < len(spec) else ():
                 index = index * mesh.shape[axis] + lax.axis_index(axis)
-            offset = starts[dim] - index * x.shape[dim]
+            # An axis index has 32 bits, which a position in a long dimension may exceed.
+            offset = starts[dim] - jnp.asarray(index, starts.dtype) * x.shape[dim]
             offsets.append((offset, jnp.clip(offset, 0, max(0, x.shape[dim] - side))))
         # Cut before any computation. Otherwise XLA creates a second array as large as the device's whole piece.
         piece = lax.dynamic_slice(x, [first for _, first in offsets], list(map(min, x.shape, sides)))
@@ -251,8 +252,8 @@ class Interconnect:
     def _to_host(self, array: Any) -> list[Array]:
         """The parts of an array on the devices of this process."""
         with transfer_context(self._mesh):
-            by_device = {shard.device: jax.device_get(shard.data) for shard in array.addressable_shards}
-        return [by_device[device] for device in self._devices]
+            shards = {shard.device: shard.data for shard in array.addressable_shards}
+            return jax.device_get([shards[device] for device in self._devices])  # starts all copies first
 
     def _join(self, pieces: Sequence[Any]) -> Any:
         """An array over all processes, from the parts on the devices of this one."""

@@ -36,7 +36,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import decode_value
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
-from jaxckpt._sources.format_registry import ForeignStep, Format
+from jaxckpt._sources.format_registry import DRAFT_NAME, ForeignStep, Format
 from jaxckpt._store.foreign_files import (
     exists,
     is_folder,
@@ -91,14 +91,15 @@ def _holds_arrays(path: str) -> bool:
     for below, names in itertools.islice(_folders(path, names_or_empty), _MAX_LOOKED_AT):
         if _is_of_others(below, names) or (below and MANIFEST in names) or DATABASE_FILE in names:
             return False
-        if not _ARRAY_FILES.keys().isdisjoint(names):
+        if not _ARRAY_FILES.keys().isdisjoint(names) and not is_link(f"{path}/{below}"):
             return True
     return False
 
 
 def _folders(path: str, list_folder: Callable[[str], list[str]]) -> Iterator[tuple[str, list[str]]]:
-    """The folders below a folder by their names, each with the names in it, without what is inside of an array. Does
-    not follow symbolic links, which may form a loop."""
+    """The folders below a folder by their names, each with the names in it, without what is inside of an array or of
+    an unfinished conversion. Does not follow symbolic links, which may form a loop: of one to a folder, the only name
+    is that of the metadata of an array in it."""
     waiting = [""]
     while waiting:
         below = waiting.pop()
@@ -108,7 +109,10 @@ def _folders(path: str, list_folder: Callable[[str], list[str]]) -> Iterator[tup
             continue
         for name in sorted(names, reverse=True):
             inner = f"{below}/{name}" if below else name
-            if is_link(f"{path}/{inner}") or not is_folder(f"{path}/{inner}"):
+            if is_link(f"{path}/{inner}"):
+                yield inner, [file for file in _ARRAY_FILES if is_visible_file(f"{path}/{inner}/{file}")]
+                continue
+            if DRAFT_NAME.fullmatch(name) or not is_folder(f"{path}/{inner}"):
                 continue
             # In Zarr 3, "c" has the chunks of an array, or is an array of this name in a group.
             if name != "c" or "zarr.json" not in names or is_visible_file(f"{path}/{inner}/zarr.json"):
@@ -175,13 +179,12 @@ def _array_files(path: str) -> list[str]:
 
 
 def _array(folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], driver: Any) -> ForeignArray:
-    """An array; a leaf that cannot be read if its dtype is not supported."""
+    """An array; a leaf that cannot be read if its dtype or its codecs are not supported, or if it is elsewhere."""
+    if is_link(f"{folder.path}/{name}"):
+        return unreadable("is a link to another place, which is not followed")
     attributes: Any = metadata.get("attributes") if driver == "zarr3" else None
     ours: Any = attributes.get("jaxckpt") if isinstance(attributes, dict) else None
     array = described_array(folder, name, what, metadata, driver, strict=isinstance(ours, dict))
-    if array is None:
-        dtype = metadata.get("dtype", metadata.get("data_type"))
-        return unreadable(f"has the data type {str(dtype)[:80]}, which JAX does not support")
     # jaxckpt stores dtypes that Zarr lacks as integers of their width.
     dtype = cast("dict[str, Any]", ours).get("dtype") if isinstance(ours, dict) else None
     if isinstance(dtype, str) and dtype in DTYPES and DTYPES[dtype].itemsize == DTYPES[array.dtype].itemsize:

@@ -55,7 +55,8 @@ def names_of(source: Source) -> dict[str, str]:
 
 def recorded_paths(paths: Mapping[str, str]) -> dict[str, str]:
     """The paths, by name, that a file must record because they do not follow from the names: a key has a "/"."""
-    return dict(paths.items() - _default_paths(paths).items())
+    default = _default_paths(paths)
+    return {name: path for name, path in paths.items() if path != default[name]}
 
 
 def tree_of_names(values: Mapping[str, Any], recorded: Mapping[str, str]) -> Tree:

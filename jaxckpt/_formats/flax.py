@@ -39,9 +39,11 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 
 
 def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
-    """The numbered files in a folder, oldest first."""
+    """The numbered files in a folder, oldest first; none if they have several prefixes, as those of several runs."""
     numbered = sorted((int(match[2]), name, match[1]) for name in names if (match := _STEP.fullmatch(name)))
     prefixes = {start for _, name, start in numbered if is_msgpack_map(read_head(f"{path}/{name}", 300))}
+    if len(prefixes) > 1:
+        return []
     # Also damaged files, and folders that newer versions of Flax wrote through Orbax: none may hide the newest step.
     return [ForeignStep(number, f"{path}/{name}") for number, name, start in numbered if start in prefixes]
 

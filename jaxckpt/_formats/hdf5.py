@@ -26,14 +26,19 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._store.foreign_files import OpenFile, opened, read_head
-from jaxckpt.errors import DataError, InputError
+from jaxckpt.errors import DataError, InputError, JaxckptError
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _KERAS_MEMBER = "model.weights.h5"
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
-    return not names and (path.endswith(".keras") or read_head(path, len(_MAGIC)) == _MAGIC)
+    if names or path.endswith(".keras"):
+        return not names
+    head = read_head(path, 2048 + len(_MAGIC))
+    # A user block may be before it, as in MATLAB's files. A tar archive may hold an HDF5 file there.
+    places = (0,) if head[257:262] == b"ustar" else (0, 512, 1024, 2048)
+    return any(head.startswith(_MAGIC, place) for place in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class _Hdf5:
                 with h5py.File(_Stream(handle, self.start, self.size), "r") as file:
                     yield file
             except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+                if isinstance(error, JaxckptError) or getattr(error, "errno", None):  # of `_Stream`, not of h5py
+                    raise
                 raise DataError(f"{self.path} is damaged: {str(error)[:200]}") from error
 
 
@@ -83,7 +90,7 @@ class _Stream(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class _Dataset(ArrayData):
-    """A dataset that h5py reads: it is in chunks, compressed, or of big-endian numbers."""
+    """A dataset that h5py reads: it is in chunks, compressed, or stored in a type that h5py converts."""
 
     hdf5: _Hdf5
     name: str
@@ -131,16 +138,24 @@ def _tree(hdf5: _Hdf5, group: Any, numbers: Iterator[int], depth: int = 0) -> Tr
 
 
 def _array(hdf5: _Hdf5, dataset: Any) -> ForeignArray:
+    import h5py  # pyright: ignore[reportMissingTypeStubs]
+
     if dataset.external or dataset.is_virtual:
         return unreadable("has its data in other files, which are not followed")
     dtype, shape = dataset.dtype, dataset.shape
     # h5py stores bfloat16 as opaque bytes. Keras 3 records the name in an attribute, which is not read: HDF5 allocates
     # up to 4 GiB for a text with a damaged length.
     name = "bfloat16" if dtype.kind == "V" and dtype.names is None else dtype.name
-    if shape is None or name not in DTYPES or DTYPES[name].itemsize != dtype.itemsize:
+    if shape is None or dtype.subdtype or name not in DTYPES or DTYPES[name].itemsize != dtype.itemsize:
         return unreadable(f"has dtype {dtype}, which JAX does not support")
+    filters = dataset.id.get_create_plist()
+    for code, *_ in map(filters.get_filter, range(filters.get_nfilters())):
+        if not h5py.h5z.filter_avail(code):
+            return unreadable(f"is compressed with HDF5's filter {code}, which h5py lacks: import hdf5plugin first")
     offset = dataset.id.get_offset()
-    if offset is not None and not dataset.chunks and (dtype.kind == "V" or dtype.isnative):
+    # h5py reads small floats of other kinds as larger ones, and any enum of FALSE and TRUE as bool.
+    is_stored = dtype.isnative and dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True))
+    if offset is not None and not dataset.chunks and (dtype.kind == "V" or is_stored):
         data = FileData(hdf5.path, hdf5.start + offset, name, shape)
         if data.end > hdf5.start + hdf5.size:
             raise DataError(f"{hdf5.path} is too short for {dataset.name[:80]!r}")

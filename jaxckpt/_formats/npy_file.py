@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -110,7 +110,7 @@ def recognizes(path: str, names: Collection[str]) -> bool:
     return head.startswith(MAGIC) or head.partition(b"\n")[2].startswith(MAGIC)
 
 
-def open_npy(path: str, dtypes: Sequence[str] = ()) -> ForeignCheckpoint:
+def open_npy(path: str, dtypes: Iterable[str] = ()) -> ForeignCheckpoint:
     """The array of a file, or a list of several, as `read_arrays` reads them. Raises DataError, StorageError."""
     arrays = read_arrays(path, dtypes)
     if path.endswith(".npy") and len(arrays) == 1:
@@ -118,10 +118,11 @@ def open_npy(path: str, dtypes: Sequence[str] = ()) -> ForeignCheckpoint:
     return compose(path, arrays, "eqx")
 
 
-def read_arrays(path: str, dtypes: Sequence[str] = ()) -> list[ForeignArray]:
+def read_arrays(path: str, dtypes: Iterable[str] = ()) -> list[ForeignArray]:
     """The arrays of a file, in its order. A line before them is ignored. `dtypes` are theirs, for those whose dtype the
     file does not record. Raises DataError, StorageError."""
     arrays: list[ForeignArray] = []
+    voids = iter(dtypes)
     with opened(path) as handle:
         size = handle.size
         head = handle.read(_MAX_LINE_BYTES, 0)
@@ -135,8 +136,8 @@ def read_arrays(path: str, dtypes: Sequence[str] = ()) -> list[ForeignArray]:
             elif at > size:
                 raise DataError(f"{where} ends at byte {at}, but the file has {size}")
             strides = f_strides(record.shape) if record.fortran else None
-            void = dtypes[len(arrays)] if len(arrays) < len(dtypes) else None
-            arrays.append(array_of(record, partial(_data, path, start, record.shape, strides), void))
+            data_of = partial(_data, path, start, record.shape, strides)
+            arrays.append(array_of(record, data_of, next(voids, None)))
     return arrays
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import zipfile
@@ -88,7 +89,7 @@ def npz_file(path: str | os.PathLike[str], *, dtype: str) -> ForeignCheckpoint:
     (place,), opened_files = located_together({"path": path})
     with using_files(opened_files):
         is_npy = read_head(place, len(MAGIC)) == MAGIC
-        return with_files(open_npy(place, [dtype]) if is_npy else open_npz(place, dtype), opened_files)
+        return with_files(open_npy(place, itertools.repeat(dtype)) if is_npy else open_npz(place, dtype), opened_files)
 
 
 def read_npz(path: str, void: str | None = None) -> dict[str, ForeignArray | str | bytes]:

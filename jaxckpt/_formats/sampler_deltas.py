@@ -45,9 +45,12 @@ MAX_POSITIONS = 1 << 32
 """Byte positions of "overwrite" are uint32, and indices of "sparse" int32."""
 
 
+_PREFIX = "weight_v"
+
+
 def version_name(number: int) -> str:
     """The folder of a version."""
-    return f"weight_v{number:06d}"
+    return f"{_PREFIX}{number:06d}"
 
 
 class SamplerDeltas:
@@ -74,8 +77,11 @@ class SamplerDeltas:
                 rendezvous.gather("")
                 if call.index == 0:
                     with call.watchdog.operation(f"preparing {target}"):
-                        remove_folder(draft)
-                        os.makedirs(draft)
+                        os.makedirs(self._directory, exist_ok=True)
+                        for name in os.listdir(self._directory):
+                            if name.startswith(f".{_PREFIX}"):  # a draft that failed, or was killed
+                                remove_folder(os.path.join(self._directory, name))
+                        os.mkdir(draft)
                 rendezvous.broadcast("")
             with call.rendezvous("writing a version of the weights") as rendezvous:
                 with rendezvous.joined_by_all(), call.watchdog.operation(f"writing {target}"):
@@ -115,6 +121,8 @@ class SamplerDeltas:
                 words = self._bits[name]
                 np.bitwise_xor(words, difference, out=words)
                 if self._encoding == "sparse":
+                    if words.size > MAX_POSITIONS // 2:
+                        raise InputError('format="sparse" holds tensors of up to 2**31 elements: use format="xor"')
                     changed = np.flatnonzero(difference)
                     if changed.size:
                         tensors[f"{name}.idx"] = changed.astype("<i4")
@@ -153,7 +161,8 @@ class SamplerDeltas:
 
     def _delete_before(self, oldest: int) -> None:
         for name in os.listdir(self._directory):
-            if name.startswith("weight_v") and name[8:].isdecimal() and int(name[8:]) < oldest:
+            number = name.removeprefix(_PREFIX)
+            if number != name and number.isdecimal() and int(number) < oldest:
                 remove_folder(os.path.join(self._directory, name))
 
 
@@ -204,7 +213,7 @@ def _encoded(encoding: Encoding, words: Array, difference: Array) -> Array:
     changed = difference.view(np.uint8)
     if encoding == "xor":
         return changed
-    if changed.size > MAX_POSITIONS:
+    if changed.size >= MAX_POSITIONS:  # their count is uint32 too
         raise InputError('encoding "overwrite" holds tensors of up to 4 GiB: use format="xor"')
     positions = np.flatnonzero(changed).astype("<u4")
     count = np.array([positions.size], "<u4")

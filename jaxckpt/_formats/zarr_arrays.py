@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._formats.index_files import convert_checked, from_json
+from jaxckpt._formats.pickles import unreadable
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, touched_cells
 from jaxckpt._model.pieces import Array
@@ -111,6 +112,8 @@ class _Zarr2(msgspec.Struct, frozen=True):
     shape: _Sides
     chunks: _Sides
     dtype: str
+    compressor: dict[str, Any] | None = None
+    filters: list[dict[str, Any]] | None = None
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -166,6 +169,26 @@ def _require_fit(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[in
     return dtype, tuple(shape), tuple(chunk)
 
 
+_READABLE = {
+    "zarr": {"blosc", "bz2", "gzip", "zlib", "zstd"},
+    "zarr3": {"regular", "blosc", "bytes", "crc32c", "gzip", "sharding_indexed", "transpose", "zstd"},
+}
+"""The codecs and the kind of grid that tensorstore reads."""
+
+
+def _unreadable_codecs(what: str, metadata: dict[str, Any], driver: Driver) -> list[str]:
+    """The codecs of an array, or its kind of grid, that tensorstore does not read. Raises DataError."""
+    if driver == "zarr":
+        of_zarr2 = convert_checked(what, metadata, _Zarr2)
+        codecs = [_Named(str(codec.get("id"))) for codec in (*(of_zarr2.filters or ()), of_zarr2.compressor) if codec]
+    else:
+        record = convert_checked(what, metadata, _Zarr3)
+        codecs = [record.chunk_grid, *record.codecs]
+        for codec in codecs:  # with those inside of shards, which are added on the way
+            codecs += convert_checked(what, codec.configuration.get("codecs", []), list[_Named])
+    return [codec.name for codec in codecs if codec.name not in _READABLE[driver]]
+
+
 # Several arrays -------------------------------------------------------------------------------------------
 
 Driver = Literal["zarr", "zarr3"]
@@ -193,13 +216,16 @@ def read_metadata(
 
 def described_array(
     folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], driver: Driver, *, strict: bool
-) -> ForeignArray | None:
-    """The array that Zarr metadata of any writer describes; None if its dtype is not supported. Raises DataError."""
+) -> ForeignArray:
+    """The array that Zarr metadata of any writer describes; a leaf that cannot be read if its dtype or its codecs are
+    not supported. Raises DataError."""
     dtype = metadata.get("dtype" if driver == "zarr" else "data_type")
     if dtype is None:
         raise DataError(f"{what} has no data type")
     if not isinstance(dtype, str) or (dtype_name_of(dtype) if driver == "zarr" else dtype) not in DTYPES:
-        return None
+        return unreadable(f"has the data type {str(dtype)[:80]}, which JAX does not support")
+    if names := _unreadable_codecs(what, metadata, driver):
+        return unreadable(f"is stored with {names[0][:80]!r}, which tensorstore does not read")
     array = _array(folder, name, what, metadata, driver, strict=strict, clip=True)
     if folder.ocdbt or kvstore_of(folder.path) is not None:  # in a bucket, each file would take more requests
         return array

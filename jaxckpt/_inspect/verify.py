@@ -110,7 +110,8 @@ class VerifyReport:
         return f"<VerifyReport of {self.path!r}: {show_count(self.leaves, 'leaf')}, {state}>"
 
     def __str__(self) -> str:
-        extent = "existence and lengths only" if self.quick else f"{show_bytes(self.checked_bytes)} read"
+        checked = "existence and lengths only" if self.objects else "metadata only"
+        extent = checked if self.quick else f"{show_bytes(self.checked_bytes)} read"
         head = f"{self.path}: {show_count(self.leaves, 'leaf')} in {show_count(self.objects, 'object')}, {extent}"
         if self.unfinished_steps:
             head += f", {show_count(len(self.unfinished_steps), 'unfinished step')} skipped"
@@ -156,7 +157,8 @@ def verify(
             complete steps, and each object's name begins with its step. Other checkpoints that `restore` accepts are
             read and decoded completely: coverage and lengths are checked, and checksums if the format has them.
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
-            `stat` for each file, or on an object store one request for each object's last byte.
+            `stat` for each file, or on an object store one request for each object's last byte. Of Orbax and Zarr, only
+            the metadata is checked; of other libraries' formats, also what opening them shows.
         manifest_sha256: As for `restore`. Of a run, the newest step is checked.
         executor: Any `concurrent.futures.Executor`, whose workers read the data; the report is the same. `options`
             apply to each worker, except the rate, which is that of all together. See docs/verify-and-diff.md.

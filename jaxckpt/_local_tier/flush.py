@@ -120,6 +120,7 @@ class Flush:
                     stacks, sync = manifest.decoded_stacks, self.options.sync
                     self.destination.commit(call, transaction, stacks, content, sync=sync)
                 rendezvous.broadcast("")
+            self.destination.note_saved()
             if transaction is not None:
                 transaction.close()
                 self.destination.record_published(manifest.step, manifest.save_id, manifest.created)

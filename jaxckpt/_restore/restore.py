@@ -349,7 +349,9 @@ def _global_leaves_digest(resolved: Resolved, rules: Rules | None) -> str:
     for form, leaves in numbers.values():
         if isinstance(form.sharding, Sharding) and len(processes_of(form.sharding)) > 1:
             named = [(number, resolved.paths[number]) for number in leaves]
-            described = (form.kind, form.cast, form.weak, form.sharding)
+            mesh = getattr(form.sharding, "mesh", None)  # whose repr lacks the devices
+            devices = None if mesh is None else mesh.device_ids.tolist()
+            described = (form.kind, form.cast, form.weak, form.sharding, devices)
             hasher.update(repr((described, named, rules and rules.rules)).encode())
     return hasher.hexdigest()
 

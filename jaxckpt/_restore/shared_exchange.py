@@ -77,7 +77,8 @@ def _gather_equal(rendezvous: Rendezvous, digest: str, text: str) -> list[str]:
     if len({other for other, _, _ in parts}) > 1:
         raise PeersDisagreeError(
             "the processes want different leaves, or in different dtypes or layouts: every process must call restore"
-            " with the same arguments and options"
+            " with the same arguments and options. Options.host_bytes must be equal too; set it if the hosts differ in"
+            " cores or memory, which decide the default"
         )
     return [own for _, _, own in parts]
 

@@ -283,6 +283,9 @@ def pin_step(run: Store, step: int, name: object, options: Options, *, move: boo
     with hold(run, step):
         # Empty, so that a full disk leaves no pin after an error.
         run.create_child(RUN).put(pin_file_name(step, name), b"", sync=options.sync)
+        if not is_published(run, step):  # deleted by a call that respects no lease, or while this process was suspended
+            run.child(RUN).remove(pin_file_name(step, name))
+            raise NotACheckpointError(f"{run.url} has no step {step}: it was deleted in the meantime")
         for other in other_steps:
             run.child(RUN).remove(pin_file_name(other, name))
         if options.sync:

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import math
 import reprlib
+import sys
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, Literal
 
@@ -47,8 +48,10 @@ def _number(name: str, value: Any) -> float | None:
     if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("S", "U"):
         # float() also accepts these
         raise InputError(f"metric {name!r} must be a number, found {reprlib.repr(value)}")
+    jax = sys.modules.get("jax")  # whose arrays the program's guard may forbid to read
     try:
-        number = float(value)
+        with contextlib.nullcontext() if jax is None else jax.transfer_guard("allow"):
+            number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: an array of other processes
         raise InputError(f"metric {name!r} must be a number, found {reprlib.repr(value)}: {error}") from error
     return None if math.isnan(number) else number

@@ -349,7 +349,15 @@ class Checkpointer(Run):
                     "export= takes a jaxckpt.formats.Export, in a Checkpointer without local=; found"
                     f" {reprlib.repr(export)}"
                 )
-        destination = RunStep(self._directory, self._deletion, self._saver.failures, step, export, overwrite=overwrite)
+        destination = RunStep(
+            self._directory,
+            self._deletion,
+            self._saver.failures,
+            step,
+            export,
+            overwrite=overwrite,
+            follows_local_step=self._local is not None,
+        )
         request = SaveRequest(
             destination, self._options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
         )

@@ -61,7 +61,7 @@ class ExistingSteps:
 
     def spared(self, unwanted: Mapping[int, Decision], *, has_saved: bool) -> frozenset[int]:
         """Of the steps that no rule keeps, those that must not be deleted yet, or never. `has_saved` is whether this
-        Checkpointer has published a step since the last call."""
+        Checkpointer has published a step."""
         if not self._is_known:
             self._is_known = True
             if (recorded := self._read()) is not None:
@@ -70,21 +70,23 @@ class ExistingSteps:
             if self._keep:
                 self.record()
             else:
-                self._give_notice(
-                    [step for step in sorted(unwanted) if step in self._steps and not unwanted[step].kept]
-                )
+                self._give_notice({step: unwanted[step] for step in sorted(unwanted) if step in self._steps})
         if has_saved and not (self._keep or self._is_deletable):
             self._is_deletable = True
             self.record()
         return frozenset() if self._is_deletable else self._steps
 
-    def _give_notice(self, steps: list[int]) -> None:
-        if steps:
+    def _give_notice(self, unwanted: Mapping[int, Decision]) -> None:
+        by_loss: dict[tuple[str, ...], list[int]] = {}
+        for step, decision in unwanted.items():
+            by_loss.setdefault(decision.dropped_subtrees if decision.kept else (), []).append(step)
+        for subtrees, steps in by_loss.items():
             shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
             _log.warning(
-                "the keep_ rules of %s are new, and do not keep %s that existed before: %s. They are deleted after the"
-                " first save; Checkpointer(keep_existing=True) keeps them, and so does a pin",
+                "the keep_ rules of %s are new, and do not keep %s%s that existed before: %s. They are deleted after"
+                " the first save; Checkpointer(keep_existing=True) keeps them, and so does a pin",
                 self._run.url,
+                f"{', '.join(subtrees)} of " if subtrees else "",
                 show_count(len(steps), "step"),
                 shown,
             )
@@ -212,7 +214,7 @@ class Deletion:
         except StorageError as error:
             _log.warning("the mark of a deletion that was killed stays, so its step cannot be held: %s", error)
 
-    def handle_restored(self, step: int | None) -> None:
+    def handle_restored(self, step: int) -> None:
         """Start to delete the steps that the rules do not keep, after the first restore: not the restored step, of
         which training continues."""
         self._restored_step = step
@@ -293,11 +295,11 @@ class Deletion:
         """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
         unwanted, unpublished = self._decide()
-        if not self._has_saved and self._restored_step is not None:
-            unwanted.pop(self._restored_step, None)
         self._has_leased_steps = False
         if self._directory.policy != RetentionPolicy():
-            spared = self._existing.spared(unwanted, has_saved=newest_saved >= 0)
+            spared = self._existing.spared(unwanted, has_saved=self._has_saved)
+            if not self._has_saved and self._restored_step is not None:
+                spared |= {self._restored_step}
             unwanted = {step: decision for step, decision in unwanted.items() if step not in spared}
         if unwanted:
             pinned = pinned_steps(self._store)

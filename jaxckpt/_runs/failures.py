@@ -29,7 +29,7 @@ from jaxckpt._pipeline.progress import record_event
 from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down
 from jaxckpt._run_folder.steps import IncidentLog
 from jaxckpt._save.staging import HeldObjects
-from jaxckpt.errors import InputError, show_count
+from jaxckpt.errors import InputError, PeerError, show_count
 
 if TYPE_CHECKING:
     from jaxckpt._runs.saving import RunStep
@@ -133,7 +133,10 @@ class Failures:
     def decide(self, call: Call, attempts: Attempts, error: BaseException | None, number: int) -> FailureDecision:
         """What follows an attempt, the same in every process. Raises an error that has no policy, in all processes."""
         with call.rendezvous("deciding what follows a save") as rendezvous:
-            if error is not None and (cause_of(error) != "storage" or call.watchdog.stall_error() is not None):
+            is_repeated = isinstance(error, PeerError) and error.repeats_earlier  # its process does not come here
+            if error is not None and (
+                is_repeated or cause_of(error) != "storage" or call.watchdog.stall_error() is not None
+            ):
                 raise error
             own = _AttemptOutcome(attempts.can_repeat, None if error is None else str(error))
             texts = rendezvous.gather(msgspec.json.encode(own).decode())

@@ -127,12 +127,14 @@ def follow_steps(
     options: Options,
     *,
     after: int,
+    restart_after: int,
     newest: bool,
     timeout_seconds: float | None,
     poll_seconds: float,
     term_seconds: float,
 ) -> Generator[Step]:
-    """The steps of a run above the number `after`, as they are published. See `Run.follow`."""
+    """The steps of a run above the number `after`, as they are published; above `restart_after`, once everything that
+    was yielded is gone. See `Run.follow`."""
     waiting_since = awake_seconds()
     warned = has_waited = False
     yielded: list[_Yielded] = []  # with `newest` only the last one, because an older one may become the newest again
@@ -140,7 +142,7 @@ def follow_steps(
         waited = awake_seconds() - waiting_since  # before the listing, so that nothing is missed
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
         kept = _unchanged(run, yielded)
-        last = kept[-1].number if kept else after
+        last = kept[-1].number if kept else restart_after if yielded else after
         published, _ = step_folders(run, above=last)
         # The others were deleted, unless the directory was away for a moment.
         if len(kept) < len(yielded) and published and len(_unchanged(run, yielded)) != len(kept):

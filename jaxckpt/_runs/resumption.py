@@ -316,8 +316,7 @@ class Fallback:
             texts = rendezvous.gather("" if error is None else f"{type(error).__name__}: {error}")
             chosen = json.dumps([self._choose(tried, texts), [*self._directory.refused]]) if texts else ""
             answer, refused = json.loads(rendezvous.broadcast(chosen))
-            self._directory.refused.clear()
-            self._directory.refused.update(refused)
+            self._directory.refused = {*refused}
         if answer is None or isinstance(answer, int):
             return answer
         error = self._first_error or InputError("no error")
@@ -337,7 +336,8 @@ class Fallback:
             if step > self._first or step in self._directory.refused:
                 continue
             if problem is None:
-                _log.warning("step %d of %s is tried instead", step, self._directory.url)
+                message = "step %d of %s is tried instead. A step that cannot be read is kept until it is saved again"
+                _log.warning(message, step, self._directory.url)
                 return step
             self._refuse(step, f"{type(problem).__name__}: {problem}")
         refused = [step for step in steps if step in self._directory.refused and step <= self._first]
@@ -347,8 +347,7 @@ class Fallback:
     def _refuse(self, step: int, reason: str) -> None:
         self._directory.refused.add(step)
         self._directory.forget(step)
-        message = "step %d of %s cannot be read, and is not restored: %s. It is kept until step %d is saved again"
-        _log.error(message, step, self._directory.url, reason, step)
+        _log.error("step %d of %s cannot be read, and is not restored: %s", step, self._directory.url, reason)
         self._incidents.add(step, "unreadable step", reason)
 
 

@@ -486,10 +486,25 @@ class Run:
             >>> [(step.number, step.restore()["w"]) for step in run.follow()]
             [(10, 10), (20, 20)]
         """
+        after = -1 if after is None else require_whole_number(after, "after", minimum=0, maximum=MAX_INTEGER)
+        return self._follow(after, after, timeout_seconds, poll_seconds, term_seconds, newest=newest)
+
+    def _follow(
+        self,
+        after: int,
+        restart_after: int,
+        timeout_seconds: float | None,
+        poll_seconds: float,
+        term_seconds: float = TERM_SECONDS,
+        *,
+        newest: bool = False,
+    ) -> Generator[Step]:
+        """As `follow`. Once everything that it yielded is gone, it goes on after the number `restart_after`."""
         steps = follow_steps(
             self._store,
             self._options,
-            after=-1 if after is None else require_whole_number(after, "after", minimum=0, maximum=MAX_INTEGER),
+            after=after,
+            restart_after=restart_after,
             timeout_seconds=optional(require_seconds, timeout_seconds, "timeout_seconds"),
             poll_seconds=require_seconds(poll_seconds, "poll_seconds"),
             term_seconds=require_seconds(term_seconds, "term_seconds"),

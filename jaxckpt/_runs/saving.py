@@ -213,7 +213,9 @@ class RunStep(SharedPath):
         export: StepExport | None,
         *,
         overwrite: bool,
+        follows_local_step: bool,
     ) -> None:
+        """With `follows_local_step`, the step is first saved locally, and a flush copies it."""
         super().__init__(directory.child(step), overwrite=overwrite)
         self._export = export
         self._directory = directory
@@ -221,8 +223,7 @@ class RunStep(SharedPath):
         self._failures = failures
         self._step = step
         self._unchecked: SaveRequest | None = None
-        self.follows_local_step = False
-        """Whether the step is saved locally first, and a flush copies it."""
+        self._follows_local_step = follows_local_step
 
     def check(self, request: SaveRequest) -> None:
         """Raise unless the step may be saved, and protect it from deletion until it is saved. If storage fails before a
@@ -232,9 +233,9 @@ class RunStep(SharedPath):
         try:
             self._require_savable(request)
         except StorageError:
-            if not self.follows_local_step:
+            if not self._follows_local_step:
                 raise
-            self._unchecked = request
+            self._unchecked = replace(request, tree=None, draft=None)  # neither of which it should keep alive
 
     def _require_savable(self, request: SaveRequest) -> None:
         assert request.step is not None, "a Checkpointer saves steps"
@@ -268,8 +269,10 @@ class RunStep(SharedPath):
         assert step is not None, "a Checkpointer saves steps"
         self._deletion.handle_published(step, save_id, created)
 
-    def finish(self, prepared: PreparedSave, published: PublishResult) -> None:
+    def note_saved(self) -> None:
         self._directory.refused.discard(self._step)
+
+    def finish(self, prepared: PreparedSave, published: PublishResult) -> None:
         super().finish(prepared, published)
         if self._export is None:
             return
@@ -455,7 +458,6 @@ class Saver:
             call = Call.of("flush", destination.store.url, self.options)
             if to_storage:
                 rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
-                destination.follows_local_step = True
                 flush = Flush(step, self.local.child(step), destination, call, self.options, rate, request.on_done)
                 if flush_attempts is not None:
                     flush.attempts = functools.partial(flush_attempts.run, flush.call)

@@ -19,6 +19,7 @@ from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, require_mesh, resolve_specs
 from jaxckpt._devices.device_layout import warn_of_orders
 from jaxckpt._devices.shardings import LayoutTable, key_dtype, memory_kind, named_sharding, process_layout, reduced_axes
+from jaxckpt._job.rendezvous import process_names
 from jaxckpt._model.checks import MAX_TIED
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._model.grid import Layout, Spec, intersect_holders, spec_of
@@ -355,10 +356,15 @@ def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ..
     able = intersect_holders(layout, own_layout)
     if able is not None:
         return able, False
-    if not isinstance(own, NamedSharding) or own_layout.processes != frozenset(range(jax.process_count())):
+    if own_layout.processes != frozenset(range(jax.process_count())):
         raise LayoutError(
-            f"leaf {show_path(path)} is only on devices of processes {sorted(own_layout.processes)}, but with mesh=,"
-            f" processes {sorted(layout.processes)} would write it; save it without mesh=, or replicate it over all"
-            " processes first"
+            f"leaf {show_path(path)} is only on devices of {process_names(sorted(own_layout.processes))}, but with"
+            f" mesh=, {process_names(sorted(layout.processes))} would write it; save it without mesh=, or replicate it"
+            " over all processes first"
+        )
+    if not isinstance(own, NamedSharding):
+        raise LayoutError(
+            f"leaf {show_path(path)} has a {type(own).__name__}, and only a NamedSharding can be changed by mesh=; save"
+            " it without mesh=, or pass it to jax.device_put with a NamedSharding first"
         )
     return layout, True

@@ -240,7 +240,8 @@ class Reuse:
                 by_content[*_stack_key(stack), record.content] = original
             if written.sample:
                 by_index_key[obj.stack, obj.index_key] = original
-        if linked or refused:  # otherwise no link was tried
+        # The first save looks at files that another user may have written; whether its own can be linked is not known.
+        if linked or (refused and self.base is not None):
             last.has_links = linked
         last.base = BaseCheckpoint(self.store, self.options.sync, by_arrays, by_content, stacks, by_index_key)
 

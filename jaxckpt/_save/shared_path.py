@@ -79,8 +79,12 @@ class SharedPath:
             with call.phases.timed("publish"):
                 if transaction is not None:
                     transaction.close()  # now, because what follows may delete old steps or take long
+                self.note_saved()
                 self.finish(prepared, published)
         return published
+
+    def note_saved(self) -> None:
+        """Every process calls this after the checkpoint was published."""
 
     def begin(
         self, prepared: PreparedSave, stage_first: StagedObjects | None, until_saved: contextlib.ExitStack

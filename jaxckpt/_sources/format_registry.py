@@ -10,6 +10,7 @@ pyproject.toml or in that of another package:
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -26,6 +27,9 @@ from jaxckpt.errors import InputError
 
 GROUP = "jaxckpt.formats"
 """The group of entry points that name formats."""
+
+DRAFT_NAME = re.compile(r"\.[0-9a-f]{16}-convert-[0-9a-f]{32}")
+"""The name of a folder for incomplete output, which `_formats/destination.py` makes."""
 
 
 @explain_names

@@ -29,7 +29,7 @@ from jaxckpt._run_folder.run_paths import (
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.compose import step_record
 from jaxckpt._sources.foreign import ForeignCheckpoint, with_files
-from jaxckpt._sources.format_registry import ForeignStep, Format, formats, index_names, missing_formats_hint
+from jaxckpt._sources.format_registry import DRAFT_NAME, ForeignStep, Format, formats, index_names, missing_formats_hint
 from jaxckpt._sources.signatures import describe, describe_content, describe_unknown
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.bucket import Bucket
@@ -321,7 +321,7 @@ def foreign_run_metadata(location: str | os.PathLike[str], options: Options) -> 
 
 
 def _recognized_format(path: str, names: Collection[str] | None) -> Format | None:
-    if names is None:
+    if names is None or DRAFT_NAME.fullmatch(os.path.basename(path)):
         return None
     return next((form for form in formats() if form.open is not None and _recognizes(form, path, names)), None)
 

@@ -58,6 +58,7 @@ _NAMES: Mapping[str, str] = {
     "manifest.json": "is a part of a checkpoint: give the path of its folder",
     "_METADATA": "is a part of a checkpoint of Orbax: give the path of its folder",
     "_CHECKPOINT_METADATA": "is a part of a checkpoint of Orbax: give the path of its folder",
+    "*.weights.json": "is the index of Keras's sharded weights: save them without max_shard_size",
     "*.distcp": "is a part of a checkpoint of torch.distributed.checkpoint: give the path of its folder",
     "zarr.json": "is a part of a Zarr array or group: give the path of its folder",
 }

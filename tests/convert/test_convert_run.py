@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,33 @@ def test_runs_that_orbax_wrote(tmp_path: Path, item: str) -> None:
     assert {step: run.metrics(step) for step in run.steps()} == {5: {"loss": 0.2}, 25: {"loss": 0.04}}
     assert same(run.path(25), 25)
     assert not list(theirs.glob("_run")), "a lease of a reader does not belong to Orbax's run"
+    with ThreadPoolExecutor(1) as executor:
+        jaxckpt.convert(theirs, tmp_path / "by workers", executor=executor)
+    assert jaxckpt.Run(tmp_path / "by workers").metrics(25) == {"loss": 0.04}
+    assert same(f"{tmp_path}/by workers@25", 25)
+
+
+def test_a_step_that_orbax_deletes_meanwhile_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    convert_one = _convert._convert  # pyright: ignore[reportPrivateUsage]
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(tmp_path / "theirs", options=options) as manager:
+
+        def saving(*args: Any, **named: Any) -> None:
+            convert_one(*args, **named)
+            if manager.latest_step() == 25:
+                for step in (35, 45):
+                    manager.save(step, args=ocp.args.StandardSave(state(step)))
+                manager.wait_until_finished()
+
+        for step in (5, 25):
+            manager.save(step, args=ocp.args.StandardSave(state(step)))
+        manager.wait_until_finished()
+        monkeypatch.setattr(_convert, "_convert", saving)
+        jaxckpt.convert(tmp_path / "theirs", tmp_path / "ours")
+    assert jaxckpt.Run(tmp_path / "ours").steps() == [5]
+    assert "step 25 of" in caplog.text
 
 
 @pytest.mark.parametrize("format", ["jaxckpt", "orbax"])

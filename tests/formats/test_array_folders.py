@@ -27,6 +27,7 @@ from recorded import require_same
 
 import jaxckpt
 from jaxckpt._cli.listing import list_checkpoints
+from jaxckpt._formats import destination
 from jaxckpt.errors import DataError, NotACheckpointError, StorageError, UnsupportedError
 
 W = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -203,6 +204,60 @@ def test_groups_of_zarr(version: Any, tmp_path: Path) -> None:
     require_same(found, {"a": {"w": W, "big": W}, "scalar": np.array(2.5), "wide": W[:1]})
     with pytest.raises(DataError, match="has the data type"):
         checkpoint["date"][...]
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in")
+@pytest.mark.parametrize("version", [2, 3])
+def test_arrays_with_other_codecs_are_no_damage(version: Any, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(tmp_path / "x", mode="w", zarr_format=version)
+    group.create_array("w", data=W)
+    if version == 2:
+        numcodecs = pytest.importorskip("numcodecs")
+        group.create_array("lz4", data=W, compressors=numcodecs.LZ4())
+        group.create_array("shuffle", data=W, filters=[numcodecs.Shuffle(4)], compressors=numcodecs.Zstd())
+    else:
+        codecs = pytest.importorskip("zarr.codecs.numcodecs")
+        group.create_array("lz4", data=W, compressors=[codecs.LZ4()])
+        group.create_array("shuffle", data=W, chunks=(2, 8), shards=(4, 8), compressors=[codecs.Shuffle(elementsize=4)])
+    report = jaxckpt.verify(tmp_path / "x")
+    assert report.ok
+    assert {problem.leaf: problem.reason for problem in report.unsupported} == {
+        name: f"it is stored with '{'numcodecs.' * (version == 3)}{name}', which tensorstore does not read"
+        for name in ("lz4", "shuffle")
+    }
+    require_same(jaxckpt.load_numpy(tmp_path / "x", select="w"), {"w": W})
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_links_to_arrays_are_not_left_out_in_silence(version: Any, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    for name in ("x", "other"):
+        zarr.open_group(tmp_path / name, mode="w", zarr_format=version).create_array("w", data=W)
+    (tmp_path / "x" / "linked").symlink_to(tmp_path / "other" / "w")
+    assert set(jaxckpt.open(tmp_path / "x").leaves) == {"w", "linked"}
+    with pytest.raises(DataError, match="link to another place"):
+        jaxckpt.load_numpy(tmp_path / "x")
+    require_same(jaxckpt.load_numpy(tmp_path / "x", select="w"), {"w": W})
+
+
+@pytest.mark.parametrize("name", ["theirs", "x.zarr"])
+def test_a_killed_conversion_is_no_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "ours", TREE)
+    with monkeypatch.context() as patch:
+
+        def killed(*_: str) -> None:
+            patch.setattr(destination, "remove_folder", lambda _: None)
+            raise KeyboardInterrupt
+
+        patch.setattr(destination, "_put_in_place", killed)
+        with pytest.raises(KeyboardInterrupt):
+            jaxckpt.convert(tmp_path / "ours", tmp_path / "new" / name, format="orbax" if name == "theirs" else None)
+    (draft,) = (tmp_path / "new").iterdir()
+    with pytest.raises(NotACheckpointError, match=f"format: it holds {re.escape(draft.name)}"):
+        jaxckpt.open(tmp_path / "new")
+    with pytest.raises(NotACheckpointError):
+        list_checkpoints(str(tmp_path / "new"))
 
 
 def test_our_own_exports_come_back(tmp_path: Path) -> None:

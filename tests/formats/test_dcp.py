@@ -292,6 +292,15 @@ def test_a_newer_megatron_has_its_common_state_among_the_objects(tmp_path: Path)
     assert found.keys() == {"weight", "iteration", "optimizer"}
 
 
+def test_an_old_backend_of_megatron_is_refused(tmp_path: Path) -> None:
+    shutil.copy(MEGATRON / "common.pt", tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    zarr = pytest.importorskip("zarr")
+    zarr.open_group(tmp_path, mode="a", zarr_format=2).create_array("decoder.weight", data=np.ones((2, 3)))
+    with pytest.raises(NotACheckpointError, match="another backend of Megatron than torch_dist"):
+        jaxckpt.open(tmp_path)
+
+
 def test_a_name_that_is_both_common_and_sharded_is_reported(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(MEGATRON, tmp_path / "x"))
     program = "import sys, torch; torch.save({sys.argv[2]: 1}, sys.argv[1])"

@@ -123,6 +123,14 @@ def test_steps_of_a_flax_folder() -> None:
     assert jaxckpt.load_numpy(f"{EVERYDAY / 'flax'}@9")["step"] == 9
 
 
+def test_files_with_different_prefixes_are_not_one_run(tmp_path: Path) -> None:
+    for prefix, step in (("checkpoint_", 10), ("best_", 3)):
+        (tmp_path / f"{prefix}{step}").write_bytes(serialization.to_bytes({"w": np.full(2, step)}))
+    with pytest.raises(NotACheckpointError, match="open one of them: best_3, checkpoint_10"):
+        jaxckpt.open(tmp_path)
+    assert jaxckpt.load_numpy(tmp_path / "best_3")["w"][0] == 3
+
+
 def test_no_file_of_a_flax_folder_hides_the_newest_step(tmp_path: Path) -> None:
     run = Path(shutil.copytree(EVERYDAY / "flax", tmp_path / "run"))
     (run / "notes_101").write_text("of something else")

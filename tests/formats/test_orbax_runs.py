@@ -15,6 +15,7 @@ from command_line import run_json
 
 import jaxckpt
 import jaxckpt.orbax
+from jaxckpt.errors import NotACheckpointError
 
 Save = Callable[[Path, tuple[int, ...]], None]
 
@@ -109,7 +110,10 @@ def test_every_function_that_reads_accepts_the_number_of_a_step(theirs: str, tmp
     assert jaxckpt.open(path).path.startswith(f"{theirs}/25")
     assert jaxckpt.open(path).plan(mesh={"x": 2})
     assert jaxckpt.verify(path).ok
-    assert jaxckpt.verify(path, quick=True).ok
+    quick = jaxckpt.verify(path, quick=True)
+    assert quick.ok
+    is_ours = jaxckpt.open(path).format == "jaxckpt"
+    assert ("existence and lengths only" if is_ours else "metadata only") in str(quick)
     assert jaxckpt.diff(path, f"{theirs}/25").identical
     assert not jaxckpt.diff(path, f"{theirs}@5").identical
     assert "w" in jaxckpt.report(path)
@@ -201,6 +205,27 @@ def test_ls_of_separate_checkpoints_of_orbax(tmp_path: Path) -> None:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / name, {"w": np.ones(3)})
     assert [entry["name"] for entry in run_json("ls", str(tmp_path))["checkpoints"]] == ["first", "second"]
+
+
+def test_runs_and_checkpoints_with_different_prefixes_are_not_one_run(tmp_path: Path) -> None:
+    for prefix, step in (("ema", 5), ("raw", 7)):
+        options = ocp.CheckpointManagerOptions(step_prefix=prefix)
+        with ocp.CheckpointManager(tmp_path / "runs", options=options) as manager:
+            manager.save(step, args=ocp.args.StandardSave({"w": np.full(3, step)}))
+    with ocp.StandardCheckpointer() as checkpointer:
+        for name in ("base_7", "tuned_3"):
+            checkpointer.save(tmp_path / "single" / name, {"w": np.full(3, 7)})
+    for folder, two in (("runs", "raw_7 and ema_5"), ("single", "base_7 and tuned_3")):
+        message = f"several runs or checkpoints, such as {two}: open one of them"
+        for read in (jaxckpt.open, jaxckpt.Checkpointer, lambda path: jaxckpt.convert(path, tmp_path / "ours")):
+            with pytest.raises(NotACheckpointError, match=message):
+                read(tmp_path / folder)
+    assert run_json("ls", str(tmp_path / "single" / "base_7"))["checkpoints"][0]["status"] == "ok"
+    found = run_json("ls", str(tmp_path / "single"))["checkpoints"]
+    assert [(entry["name"], entry["status"]) for entry in found] == [("base_7", "ok"), ("tuned_3", "ok")]
+    (tmp_path / "single" / "tuned_3" / "_METADATA").unlink()
+    (tmp_path / "single" / "tuned_3" / "_CHECKPOINT_METADATA").unlink()
+    assert jaxckpt.open(tmp_path / "single").step == 7
 
 
 @pytest.mark.parametrize("path", ["run@30", "run/00000030", "run@paper"])

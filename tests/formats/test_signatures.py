@@ -44,6 +44,7 @@ FILES = {
     "w.safetensors.incomplete": (b"\x40\0\0\0\0\0\0\0{}", "unfinished download: complete it"),
     "config.json": (b'{"model_type": "llama"}', "describes a model, without its weights: give the path of its folder"),
     "_METADATA": (b"{}", "part of a checkpoint of Orbax: give the path of its folder"),
+    "m.weights.json": (b'{"metadata": {"total_size": 8}}', "index of Keras's sharded weights: save them without"),
     "__0_0.distcp": (b"\1\2", r"part of a checkpoint of torch\.distributed\.checkpoint: give the path"),
     "notes.txt": (b"some text", "in no format that jaxckpt reads; it begins with b'some text'"),
 }

@@ -75,7 +75,7 @@ np.testing.assert_array_equal(
 one = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
 alone = jax.make_array_from_callback((4,), one, lambda index: np.arange(4.0)[index], dtype=np.float64)
 with pytest.raises(
-    jaxckpt.errors.LayoutError, match=r"'a' is only on devices of processes \[0\], but with mesh=, processes"
+    jaxckpt.errors.LayoutError, match=r"'a' is only on devices of process 0, but with mesh=, processes 0, 1 would"
 ):
     jaxckpt.save(run_path.with_name("alone"), {"a": alone}, mesh=mesh)
 

@@ -77,6 +77,25 @@ def test_a_pin_moves_to_a_better_step_without_losing_it(tmp_path: Path) -> None:
         run.pin(5, "best-so-far")
 
 
+def test_a_pin_does_not_move_to_a_step_that_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, 2)
+    run, put = jaxckpt.Run(tmp_path, options=FAST), Folder.put
+    run.pin(1, "paper")
+
+    def put_late(store: Folder, key: str, content: bytes, **options: Any) -> None:
+        if key == "pin-00000002-paper":
+            shutil.rmtree(tmp_path / "00000002")  # `jaxckpt rm` respects no lease
+        put(store, key, content, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "put", put_late)
+        with pytest.raises(errors.NotACheckpointError, match="has no step 2: it was deleted"):
+            run.pin(2, "paper", move=True)
+    assert run.pins() == {"paper": 1}
+
+
 @pytest.mark.parametrize("losses", [[1.0, 2.0], [math.nan, math.nan]])
 def test_a_pin_does_not_move_to_a_step_that_no_metric_has_chosen(tmp_path: Path, losses: list[float]) -> None:
     run = jaxckpt.Run(tmp_path, options=FAST)

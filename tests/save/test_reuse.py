@@ -213,6 +213,25 @@ def test_without_links_all_data_is_written(run: jaxckpt.Checkpointer, monkeypatc
 
 
 @pytest.mark.one_device
+def test_own_files_are_linked_if_those_of_another_user_are_not(
+    run: jaxckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"w": jnp.arange(1000.0)}
+    saved(run, 0, tree)
+    run.close()
+    link = os.link
+
+    def refuse_step_0(old: str, *rest: Any, **options: Any) -> None:
+        if "00000000" in os.fspath(old):
+            raise PermissionError(1, "Operation not permitted")
+        link(old, *rest, **options)
+
+    monkeypatch.setattr(os, "link", refuse_step_0)
+    with jaxckpt.Checkpointer(run.directory) as resumed:
+        assert [saved(resumed, step, tree).reused_bytes > 0 for step in (1, 2, 3)] == [False, True, True]
+
+
+@pytest.mark.one_device
 @pytest.mark.usefixtures("either_memory")
 def test_arrays_may_be_donated_as_soon_as_the_save_returns(run: jaxckpt.Checkpointer) -> None:
     tree = {"w": jnp.arange(100_000.0), "v": jnp.zeros(3)}

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from string import digits
 from typing import Any, Literal, cast
 
 import msgspec
@@ -96,7 +97,8 @@ def has_separate_items(path: str, names: Collection[str]) -> bool:
 
 
 def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
-    """The complete steps in a CheckpointManager's folder, oldest first; none if it is another folder."""
+    """The complete steps in a CheckpointManager's folder, oldest first; none if it is another folder. Raises
+    NotACheckpointError if they are of several runs."""
     if _kind(path, names) != "manager":
         return []
     return [ForeignStep(number, step) for step, number in _newest_first(path, names)][::-1]
@@ -207,11 +209,18 @@ def _newest_step(path: str) -> tuple[str, int]:
 
 
 def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[str, int]]:
-    """Path and number of each complete step. Raises StorageError if one of them cannot be listed."""
+    """Path and number of each complete step. Raises NotACheckpointError if their names differ in more than numbers, as
+    those of several runs do; StorageError if one of them cannot be listed."""
+    newest = None
     steps = [(int(match[1]), name) for name in names if (match := _STEP_NAME.fullmatch(name))]
     for number, name in sorted(steps, reverse=True):
         step = f"{path}/{name}"
         if _is_step(step, names_in(step), strict=True) and not _unfinished_reason(step):
+            others = [] if newest else [other for other in names if other.rstrip(digits) != name.rstrip(digits)]
+            newest = newest or name
+            for other, _ in _newest_first(path, others):
+                two = f"{newest} and {os.path.basename(other)}"
+                raise NotACheckpointError(f"{path} holds several runs or checkpoints, such as {two}: open one of them")
             yield step, number
 
 
