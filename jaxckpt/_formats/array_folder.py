@@ -110,7 +110,8 @@ def _folders(path: str, list_folder: Callable[[str], list[str]]) -> Iterator[tup
         for name in sorted(names, reverse=True):
             inner = f"{below}/{name}" if below else name
             if is_link(f"{path}/{inner}"):
-                yield inner, [file for file in _ARRAY_FILES if is_visible_file(f"{path}/{inner}/{file}")]
+                if files := [file for file in _ARRAY_FILES if is_visible_file(f"{path}/{inner}/{file}")]:
+                    yield inner, files
                 continue
             if DRAFT_NAME.fullmatch(name) or not is_folder(f"{path}/{inner}"):
                 continue

@@ -40,9 +40,9 @@ _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 def recognizes(path: str, names: Collection[str]) -> bool:
     if not names:
         return os.path.basename(path) == _METADATA
-    return {_COMMON, _CONFIG} <= {*names} or any(
-        name == _METADATA or name.endswith(".distcp") or _SHARD.fullmatch(name) for name in names
-    )
+    if any(name == _METADATA or name.endswith(".distcp") or _SHARD.fullmatch(name) for name in names):
+        return True
+    return {_COMMON, _CONFIG} <= {*names} and _is_megatron(os.path.join(path, _CONFIG))
 
 
 _OWNED = re.compile(r"\.metadata|__\d+_\d+\.distcp|shard-\d+-.*\.safetensors|common\.pt|metadata\.json")
@@ -65,7 +65,10 @@ def open_dcp(path: str) -> ForeignCheckpoint:
     if any(name.endswith(_METADATA) for name in names):
         raise DataError(f"{path} was saved with use_collectives=False: each rank's files are a separate checkpoint")
     if not any(name.endswith(".distcp") for name in names):
-        raise NotACheckpointError(f"{path} has another backend of Megatron than torch_dist: convert it with Megatron")
+        raise NotACheckpointError(
+            f"{path} has no .distcp files: it is incomplete, or of another backend of Megatron than torch_dist, with"
+            " which Megatron can save it again"
+        )
     raise NotACheckpointError(f"{path} has .distcp files but no {_METADATA}: the save never finished")
 
 

@@ -14,7 +14,7 @@ from jaxckpt._formats.orbax.orbax_records import SAVE_FILES
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
 from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.format_registry import formats, missing_formats_hint
+from jaxckpt._sources.format_registry import DRAFT_MARK, formats, missing_formats_hint
 from jaxckpt._sources.open_source import Location
 from jaxckpt._sources.source import Source
 from jaxckpt._store.files import remove_folder
@@ -160,7 +160,7 @@ def _discard(folder: str, path: str) -> None:
 def _draft_prefix(path: str) -> str:
     parent, name = os.path.split(path)
     # A digest, because the name itself may already be as long as the file system allows.
-    return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-convert-")
+    return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}{DRAFT_MARK}")
 
 
 def _recover_killed(path: str) -> None:

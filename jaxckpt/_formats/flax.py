@@ -25,7 +25,7 @@ from jaxckpt.errors import NotACheckpointError
 
 _MODELS = ("flax_model.msgpack", "diffusion_flax_model.msgpack")
 _INDEX = ".msgpack.index.json"
-_STEP = re.compile(r"(|.*\D)(\d{1,18})")
+_STEP = re.compile(r"(|.*\D)(?<!\d\.)(\d{1,18})")  # not the decimals of a float
 _PLACEHOLDERS = ("//GDAPlaceholder:", "//MPArrayPlaceholder:")
 
 

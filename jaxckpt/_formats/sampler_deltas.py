@@ -41,8 +41,8 @@ Encoding = Literal["xor", "overwrite", "sparse"]
 
 ENCODINGS = ("xor", "overwrite", "sparse")
 
-MAX_POSITIONS = 1 << 32
-"""Byte positions of "overwrite" are uint32, and indices of "sparse" int32."""
+_MOST_BYTES = {"overwrite": (1 << 32) - 1, "sparse": 1 << 32}
+"""Positions of bytes and their count are uint32 in "overwrite", and indices of bfloat16 are int32 in "sparse"."""
 
 
 _PREFIX = "weight_v"
@@ -113,6 +113,8 @@ class SamplerDeltas:
         """Write this process's tensors, or their differences. Returns the names in the file."""
         metadata: dict[str, str] = {"format": "pt"}
         tensors: dict[str, Array] = {}
+        if any(words.nbytes > _MOST_BYTES.get(self._encoding, words.nbytes) for words in own.values()):
+            raise InputError(f'format="{self._encoding}" holds tensors of up to 4 GiB: use format="xor"')
         if publication.is_full:
             self._bits = {name: words.copy() for name, words in own.items()}
             tensors = {name: words.view(ml_dtypes.bfloat16).reshape(shapes[name]) for name, words in own.items()}
@@ -121,8 +123,6 @@ class SamplerDeltas:
                 words = self._bits[name]
                 np.bitwise_xor(words, difference, out=words)
                 if self._encoding == "sparse":
-                    if words.size > MAX_POSITIONS // 2:
-                        raise InputError('format="sparse" holds tensors of up to 2**31 elements: use format="xor"')
                     changed = np.flatnonzero(difference)
                     if changed.size:
                         tensors[f"{name}.idx"] = changed.astype("<i4")
@@ -213,8 +213,6 @@ def _encoded(encoding: Encoding, words: Array, difference: Array) -> Array:
     changed = difference.view(np.uint8)
     if encoding == "xor":
         return changed
-    if changed.size >= MAX_POSITIONS:  # their count is uint32 too
-        raise InputError('encoding "overwrite" holds tensors of up to 4 GiB: use format="xor"')
     positions = np.flatnonzero(changed).astype("<u4")
     count = np.array([positions.size], "<u4")
     return np.concatenate([count.view(np.uint8), positions.view(np.uint8), words.view(np.uint8)[positions]])

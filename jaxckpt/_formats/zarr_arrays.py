@@ -180,7 +180,9 @@ def _unreadable_codecs(what: str, metadata: dict[str, Any], driver: Driver) -> l
     """The codecs of an array, or its kind of grid, that tensorstore does not read. Raises DataError."""
     if driver == "zarr":
         of_zarr2 = convert_checked(what, metadata, _Zarr2)
-        codecs = [_Named(str(codec.get("id"))) for codec in (*(of_zarr2.filters or ()), of_zarr2.compressor) if codec]
+        if of_zarr2.filters:
+            return [str(filter.get("id")) for filter in of_zarr2.filters]
+        codecs = [_Named(str(codec.get("id"))) for codec in (of_zarr2.compressor,) if codec]
     else:
         record = convert_checked(what, metadata, _Zarr3)
         codecs = [record.chunk_grid, *record.codecs]

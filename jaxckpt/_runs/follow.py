@@ -170,7 +170,8 @@ def follow_steps(
                 yield step
                 waiting_since = awake_seconds()
                 continue
-        if not has_waited and any(step.number > last for step in foreign_steps_of(run.url, options)):
+        ignored = () if has_waited else [*map(step_name, step_folders(run)[0])]
+        if not has_waited and any(step.number > last for step in foreign_steps_of(run.url, options, ignored)):
             raise InputError(
                 f"{run.url} is a run of Orbax, and follow yields only the steps that a Checkpointer saves: call"
                 " latest_step() repeatedly instead"

@@ -28,8 +28,9 @@ from jaxckpt.errors import InputError
 GROUP = "jaxckpt.formats"
 """The group of entry points that name formats."""
 
-DRAFT_NAME = re.compile(r"\.[0-9a-f]{16}-convert-[0-9a-f]{32}")
-"""The name of a folder for incomplete output, which `_formats/destination.py` makes."""
+DRAFT_MARK = "-convert-"
+DRAFT_NAME = re.compile(rf"\.[0-9a-f]{{16}}{DRAFT_MARK}[0-9a-f]{{32}}")
+"""The name of a folder for incomplete output."""
 
 
 @explain_names

@@ -301,7 +301,12 @@ def _foreign_steps_of(store: Store, ignored: Collection[str] = ()) -> Sequence[F
             return ()
         counted = {*names} - {*ignored}
         form = _recognized_format(path, counted)
-        steps = form.steps_in(path, counted) if form is not None else ()
+        try:
+            steps = form.steps_in(path, counted) if form is not None else ()
+        except NotACheckpointError:  # of several runs, beside the ignored steps of ours
+            if not ignored:
+                raise
+            steps = ()
     return [replace(step, path=url_of(step.path)) for step in steps]
 
 

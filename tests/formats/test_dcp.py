@@ -299,6 +299,8 @@ def test_an_old_backend_of_megatron_is_refused(tmp_path: Path) -> None:
     zarr.open_group(tmp_path, mode="a", zarr_format=2).create_array("decoder.weight", data=np.ones((2, 3)))
     with pytest.raises(NotACheckpointError, match="another backend of Megatron than torch_dist"):
         jaxckpt.open(tmp_path)
+    (tmp_path / "metadata.json").write_text('{"model": "mine"}')
+    assert jaxckpt.load_numpy(tmp_path)["decoder.weight"].shape == (2, 3)
 
 
 def test_a_name_that_is_both_common_and_sharded_is_reported(tmp_path: Path) -> None:

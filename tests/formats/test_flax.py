@@ -129,6 +129,11 @@ def test_files_with_different_prefixes_are_not_one_run(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError, match="open one of them: best_3, checkpoint_10"):
         jaxckpt.open(tmp_path)
     assert jaxckpt.load_numpy(tmp_path / "best_3")["w"][0] == 3
+    for step in (0.85, 0.9):  # which Flax also accepts
+        (tmp_path / "floats").mkdir(exist_ok=True)
+        (tmp_path / "floats" / f"checkpoint_{step}").write_bytes(serialization.to_bytes({"w": np.full(2, step)}))
+    with pytest.raises(NotACheckpointError, match=r"open one of them: checkpoint_0.85, checkpoint_0.9"):
+        jaxckpt.open(tmp_path / "floats")
 
 
 def test_no_file_of_a_flax_folder_hides_the_newest_step(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,15 @@ def test_runs_and_checkpoints_with_different_prefixes_are_not_one_run(tmp_path: 
     assert run_json("ls", str(tmp_path / "single" / "base_7"))["checkpoints"][0]["status"] == "ok"
     found = run_json("ls", str(tmp_path / "single"))["checkpoints"]
     assert [(entry["name"], entry["status"]) for entry in found] == [("base_7", "ok"), ("tuned_3", "ok")]
+    with jaxckpt.Checkpointer(tmp_path / "ours") as ours:  # exports beside the steps of a run of ours do no harm
+        ours.save(9, {"w": np.ones(3)})
+    for name in ("base_7", "tuned_3"):
+        shutil.copytree(tmp_path / "single" / name, tmp_path / "ours" / name)
+    with jaxckpt.Checkpointer(tmp_path / "ours") as ours:
+        assert ours.latest_step() == 9
+    run = jaxckpt.Run(tmp_path / "ours")
+    assert run.best_step("loss", "min") is None
+    assert [step.number for step in run.follow(timeout_seconds=0.1)] == [9]
     (tmp_path / "single" / "tuned_3" / "_METADATA").unlink()
     (tmp_path / "single" / "tuned_3" / "_CHECKPOINT_METADATA").unlink()
     assert jaxckpt.open(tmp_path / "single").step == 7

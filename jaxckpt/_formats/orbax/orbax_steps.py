@@ -208,7 +208,7 @@ def _newest_step(path: str) -> tuple[str, int]:
     raise NotACheckpointError(f"{path} has no complete step, only {show_count(count, 'folder')} named like one")
 
 
-def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[str, int]]:
+def _newest_first(path: str, names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Path and number of each complete step. Raises NotACheckpointError if their names differ in more than numbers, as
     those of several runs do; StorageError if one of them cannot be listed."""
     newest = None
@@ -216,8 +216,9 @@ def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[str, int]
     for number, name in sorted(steps, reverse=True):
         step = f"{path}/{name}"
         if _is_step(step, names_in(step), strict=True) and not _unfinished_reason(step):
-            others = [] if newest else [other for other in names if other.rstrip(digits) != name.rstrip(digits)]
-            newest = newest or name
+            prefix = name.rstrip(digits)
+            others = [other for _, other in steps if newest is None and other.rstrip(digits) != prefix]
+            newest, others = newest or name, filter(lambda other: names_or_empty(f"{path}/{other}"), others)
             for other, _ in _newest_first(path, others):
                 two = f"{newest} and {os.path.basename(other)}"
                 raise NotACheckpointError(f"{path} holds several runs or checkpoints, such as {two}: open one of them")
