@@ -59,7 +59,7 @@ def huggingface_rules(
         folder: A folder, or its URL, with the model's config.json, and usually with its tensors: the rules follow their
             names, which differ between versions of transformers. Or the file or index of tensors in such a folder.
         layout: "plain" is a nested tree, which also fits a Flax NNX model with these names; "maxtext" is the tree of
-            MaxText's checkpoints, for all families except GPT-2.
+            MaxText's checkpoints, for llama, mistral, qwen2, qwen3, gemma2 and gemma3_text.
         scan: Whether layers are stacked: along axis 0, as for `jax.lax.scan`, or along axis 1 for MaxText. By default
             only for MaxText.
         vocab_size: Rows of the embedding and columns of the head, if they differ from the folder's: rows of zeros are

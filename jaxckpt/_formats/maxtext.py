@@ -88,9 +88,11 @@ def _embedding_scale(config: Mapping[str, Any]) -> float:
 def _adapt_query_or_key(rule: Rule, is_query: bool, config: Mapping[str, Any]) -> Rule:
     dim = rule.sizes["d"]
     if is_query and config["model_type"] in _SCALED_QUERIES:
-        rule = replace(rule, scale=1 / math.sqrt(dim))
+        # Of Gemma 2 27B, whose setting is 144, MaxText's own conversion takes the 128 of a head.
+        of_model = config.get("query_pre_attn_scalar") if config["model_type"] == "gemma2" else None
+        rule = replace(rule, scale=1 / math.sqrt(of_model or dim))
     rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type") != "llama3" or not rule.layout.startswith("(h d)"):
+    if rope.get("rope_type", rope.get("type")) != "llama3" or not rule.layout.startswith("(h d)"):
         return rule
     layout = rule.layout.replace("(h d)", "(h half d)").replace("h d", "h (d half)")
     return replace(rule, layout=layout, sizes={**rule.sizes, "half": 2, "d": dim // 2})

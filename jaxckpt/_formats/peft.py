@@ -397,9 +397,10 @@ def _is_target(module: str, config: _Adapter) -> bool:
     """Whether the configuration names a module: by the end of its name, or by a regular expression."""
     targets = config.target_modules or ()
     if targets == "all-linear":
-        return not module.endswith(("lm_head", "gate", "router"))
-    module = re.sub(r"\{\w+\}|\d+", "0", module)
+        return not module.endswith(("lm_head", "gate", "router", "score", "classifier"))
+    module = re.sub(r"\{\w+\}", "0", module)
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
-    ends = (re.sub(r"\d+", "0", target) for target in targets)  # PEFT may name the modules of each layer
+    # PEFT may name the modules of each layer.
+    module, *ends = (re.sub(r"(?<![^.])\d+(?![^.])", "0", name) for name in (module, *targets))
     return any(module == end or module.endswith(f".{end}") for end in ends)

@@ -60,6 +60,14 @@ def test_the_inverse_gives_the_same_tensors(case: dict[str, Any], tmp_path: Path
         np.testing.assert_allclose(back[name], expected, rtol=3e-7, atol=2e-7, err_msg=name)
 
 
+def test_the_queries_of_gemma_2_have_the_scale_of_its_model(tmp_path: Path) -> None:
+    (case,) = (case for case in CASES if case["config"]["model_type"] == "gemma2" and case["scan"])
+    for scalar in (None, 9):  # as in 27B, whose heads have another size
+        (tmp_path / "config.json").write_text(json.dumps(case["config"] | {"query_pre_attn_scalar": scalar}))
+        scales = {rule.scale for rule in rules_of(case, tmp_path).rules if "query" in str(rule.target)}
+        assert scales == {1 / (scalar or case["config"]["head_dim"]) ** 0.5}
+
+
 def test_on_a_mesh_the_leaves_are_equal(tmp_path: Path) -> None:
     case = CASES[NAMES.index("llama-scanned")]
     (tmp_path / "config.json").write_text(json.dumps(case["config"]))

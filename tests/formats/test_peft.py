@@ -439,6 +439,17 @@ def test_an_adapter_of_routers_has_rules(tmp_path: Path) -> None:
     assert [rule.target for rule in rules] == [f"layers/{{i}}/moe/router/lora/lora_{letter}" for letter in "ab"]
 
 
+@pytest.mark.parametrize("targets", [["fc1"], r".*\.fc1"])
+def test_digits_of_a_modules_name_count(targets: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": targets}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    rules = jaxckpt.rules.lora_rules(tmp_path / "adapter", base=BASES / "whisper").rules
+    sources = {source for rule in rules for source in [str(rule.source)]}
+    assert sources
+    assert all(".fc1." in source for source in sources), sources
+
+
 def test_infinite_values_raise_no_warnings(adapter: Path, tmp_path: Path) -> None:
     """Warnings are errors in tests, and may be in programs."""
     change_tensors(adapter / "adapter_model.safetensors", lambda t: {n: np.full_like(v, 3e38) for n, v in t.items()})
