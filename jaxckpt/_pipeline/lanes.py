@@ -280,6 +280,15 @@ def finish_first() -> None:
     atexit.register(_registered)  # first, because an interrupt may come now
     if earlier is not None:
         atexit.unregister(earlier)
+    elif (processes := sys.modules.get("multiprocessing.process")) and processes.parent_process() is not None:
+        from multiprocessing.util import Finalize
+
+        Finalize(None, _finish_child, exitpriority=0)  # a child that was forked calls nothing of atexit
+
+
+def _finish_child() -> None:
+    _finish()
+    exit_with_status()
 
 
 def _finish() -> None:
@@ -300,8 +309,10 @@ def _forget_lanes() -> None:
     """In a forked child, which has none of the threads."""
     _idle.clear()
     _busy.clear()
+    global _registered
     if _registered is not None:
         atexit.unregister(_registered)
+        _registered = None
 
 
 os.register_at_fork(after_in_child=_forget_lanes)
@@ -324,6 +335,7 @@ def exit_with_status() -> None:
     that were registered earlier do not run."""
     if _status:  # Python cannot exit cleanly while a thread is writing
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # it is None, gone or closed
+                stream.flush()
         os._exit(_status)

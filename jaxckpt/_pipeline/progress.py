@@ -36,11 +36,15 @@ class LaneLog(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if not self.isEnabledFor(level):
             return
-        write = functools.partial(self.logger.log, level, msg, *args, **kwargs)
+        write = functools.partial(self._write, level, msg, *args, **kwargs)
         if is_watched() or threading.current_thread() is not threading.main_thread():
             write()
         else:
             run(write, Watchdog(_LOG_SECONDS), until=time.monotonic() + _LOG_SECONDS)
+
+    def _write(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):  # a handler that raises, as with a closed stderr, must end no save
+            self.logger.log(level, msg, *args, **kwargs)
 
 
 log = LaneLog(logging.getLogger("jaxckpt"))
@@ -181,7 +185,9 @@ class Work:
 
 def draws_bars() -> bool:
     """Whether stderr is a terminal that can erase what it shows. Elsewhere, progress is shown as lines."""
-    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    stream = sys.stderr
+    is_open = stream is not None and not stream.closed  # pyright: ignore[reportUnnecessaryComparison]
+    return is_open and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 @contextlib.contextmanager
@@ -241,7 +247,8 @@ class _LineLogger:
         if log.isEnabledFor(logging.INFO):
             log.info("%s", progress)
         else:
-            print(f"jaxckpt: {progress}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # stderr is gone
+                print(f"jaxckpt: {progress}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

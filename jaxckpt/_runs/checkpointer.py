@@ -29,6 +29,7 @@ from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._pipeline.lanes import run_alone, run_to_the_end
+from jaxckpt._pipeline.progress import log as _log
 from jaxckpt._restore.differences import Strict
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import DescribedTree, RestoreArguments, T, run_restore
@@ -222,7 +223,7 @@ class Checkpointer(Run):
                 local_failures,
             )
             self._restored_step: int | None = None
-            self._is_training = False
+            self._is_training = self._records_end = False
             self._exited_cleanly = True
             self._is_process_0 = call.index == 0
             call.run(functools.partial(self._open, call, _require_metadata(metadata)))
@@ -259,7 +260,7 @@ class Checkpointer(Run):
         self._exited_cleanly = True
         if self._is_process_0:
             self._run_to_the_end(self._prepare_directory)
-        self._is_training = True
+        self._is_training = self._records_end = True
 
     def _prepare_directory(self) -> None:
         self._directory.remove_end()
@@ -280,8 +281,15 @@ class Checkpointer(Run):
         try:
             self._close(error)
         except Exception as failure:
-            if failure is not error:  # it must not hide the error that ends the block
-                error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
+            if failure is error:
+                return
+            if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
+                raise
+            # It must not hide the error that ends the block. Python shows no notes of a SystemExit.
+            message = f"closing the Checkpointer failed too: {type(failure).__name__}: {failure}"
+            error.add_note(f"jaxckpt: {message}")
+            if not isinstance(error, Exception):
+                _log.error("%s", message)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self._directory.url!r}: {self._directory.policy}>"
@@ -518,8 +526,9 @@ class Checkpointer(Run):
 
     def _close_directory(self) -> None:
         self._saver.failures.incidents.write()
-        if self._is_training and self._exited_cleanly and not self._saver.preempted:
+        if self._records_end and self._exited_cleanly and not self._saver.preempted:
             self._directory.note_end()
+        self._records_end = False
         self._deletion.close(self._saver.preemption.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 

@@ -153,7 +153,7 @@ class Deletion:
     def reset_after_fork(self) -> None:
         """Reset the state in a forked child: the lanes and their current deletion belong to the parent."""
         self._deletion_lock = threading.Lock()
-        self._last_pass, self._is_requested, self._polls = None, False, False
+        self._last_pass, self._is_requested, self._polls, self._failure = None, False, False, None
         self._deleting_step = self._saving_step = None
 
     # Called by saves -------------------------------------------------------------------------------------
@@ -265,9 +265,10 @@ class Deletion:
     def finish(self) -> None:
         """At exit, finish the passes of an unclosed Checkpointer."""
         is_running = self._polls or not (self._last_pass is None or self._last_pass.done())
-        if not is_running or self._must_stop:
+        if self._must_stop:
             return
-        self.close(None)
+        if is_running:
+            self.close(None)
         if self._failure is not None:
             _log.error("old steps in %s could not be deleted: %s", self._store.url, self._failure)
 

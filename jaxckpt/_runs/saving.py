@@ -163,7 +163,8 @@ class LastSave:
         try:
             pending.wait(seconds)
         except BaseException as error:
-            if error is not pending.error and not isinstance(error, TimeoutError):
+            timed_out = seconds is not None and isinstance(error, TimeoutError)
+            if error is not pending.error and not timed_out:
                 raise
             if not pending.done:
                 self.pending, self.step = None, step if pending.is_published else None

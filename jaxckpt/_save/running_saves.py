@@ -432,15 +432,17 @@ def _wait_at_exit() -> None:
         try:
             save.wait()
         except KeyboardInterrupt:
-            print(f"jaxckpt: interrupted; {save.name} was abandoned", file=sys.stderr)
             _keep_abandoned(unreported_saves(include_detached=True))
             set_exit_status(128 + signal.SIGINT)
+            with contextlib.suppress(OSError, ValueError):  # stderr is gone
+                print(f"jaxckpt: interrupted; {save.name} was abandoned", file=sys.stderr)
             break
         except BaseException:
-            hint = ", and wait() was not called" if save.step is None else ""
-            print(f"jaxckpt: {save.name} failed{hint}:", file=sys.stderr)
-            traceback.print_exc()
             set_exit_status(1)
+            hint = ", and wait() was not called" if save.step is None else ""
+            with contextlib.suppress(OSError, ValueError):
+                print(f"jaxckpt: {save.name} failed{hint}:", file=sys.stderr)
+                traceback.print_exc()
     if any(not save.done or save.error is not None for save in _abandoned):  # its thread may hang
         set_exit_status(128 + signal.SIGTERM)
     for save in _abandoned:
@@ -450,6 +452,7 @@ def _wait_at_exit() -> None:
 def _reset_after_fork() -> None:
     """In a forked child: discard the saves, which belong to the parent."""
     for save in _saves:  # no thread of this process will ever end it
+        save._has_waiter = True  # so that nothing is logged: it has not failed
         where = f"the save to {save.path} runs in process {os.getppid()}, from which this process was forked"
         save.end(InputError(f"{where}: wait for it there"))
     _saves.clear()

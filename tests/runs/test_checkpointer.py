@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import signal
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +29,7 @@ from jaxckpt._store.bucket import Bucket
 from jaxckpt._store.files import FileWriter
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
+from jaxckpt.errors import StorageError
 
 FAST = jaxckpt.Options(sync=False)
 NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
@@ -769,6 +772,52 @@ def test_fail_fast_raises_the_error_of_a_flush(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(jaxckpt.errors.StorageError, match="no space at run/00000010"):
             checkpoints.save(11, state(11))
         assert not checkpoints.save(12, state(12)), "it is raised once"
+
+
+@pytest.mark.parametrize(("ends_with", "expected"), [(0, StorageError), (3, SystemExit), (None, StorageError)])
+def test_an_exit_from_the_block_does_not_hide_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends_with: Any, expected: Any
+) -> None:
+    monkeypatch.setattr(
+        FileWriter, "write", lambda *_: time.sleep(0.2) or (_ for _ in ()).throw(StorageError(28, "no space"))
+    )
+    with pytest.raises(expected), jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # noqa: PT012
+        checkpoints.save(1, {"x": np.arange(2)})
+        sys.exit(ends_with)
+    assert expected is StorageError or "closing the Checkpointer failed too: StorageError" in caplog.text
+
+
+def test_an_interrupted_close_records_the_end_when_it_is_called_again(tmp_path: Path) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST)
+    gate = threading.Event()
+    checkpoints.save(1, {"x": np.arange(2)}, on_done=lambda _: gate.wait(60))
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.close()
+    gate.set()
+    checkpoints.close()
+    assert [step.number for step in jaxckpt.Run(tmp_path).follow(timeout_seconds=60)] == [1]
+    assert (tmp_path / "_run" / "ended.json").exists()
+
+
+def test_an_alarm_of_the_program_ends_the_wait_and_not_the_save(tmp_path: Path) -> None:
+    def alarm(*_: Any) -> None:
+        raise TimeoutError("of the program")
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    gate = threading.Event()
+    checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST)
+    try:
+        checkpoints.save(1, {"x": np.arange(2)}, on_done=lambda _: gate.wait(60))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(TimeoutError, match="of the program"):
+            checkpoints.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        gate.set()
+    checkpoints.close()
+    assert checkpoints.steps() == [1]
 
 
 @pytest.mark.parametrize("end", ["wait", "close"])

@@ -287,6 +287,70 @@ if child:
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
 
 
+@pytest.mark.child
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_saves_of_a_child_of_multiprocessing_are_finished(method: str, tmp_path: Path) -> None:
+    """A child that was forked calls none of the functions of atexit."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import multiprocessing, sys, time
+import numpy as np, jaxckpt
+from jaxckpt._store.files import FileWriter
+
+def train(path):
+    write = FileWriter.write
+    FileWriter.write = lambda *args: time.sleep(0.5) or write(*args)
+    jaxckpt.save_async(path, {"x": np.arange(9)})
+
+def fail(path):
+    def refuse(*_):
+        time.sleep(0.5)
+        raise jaxckpt.errors.StorageError(28, "no space")
+
+    FileWriter.write = refuse
+    jaxckpt.save_async(path + "2", {"x": np.arange(9)})
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[2])
+    codes = []
+    for work, path in ((train, sys.argv[1]), (fail, sys.argv[1])):
+        child = context.Process(target=work, args=(path,))
+        child.start()
+        child.join(60)
+        codes.append(child.exitcode)
+    print(codes)
+"""
+    )
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(program), str(tmp_path / "c"), method]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[0, 1]\n", done.stderr
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(9))
+
+
+@pytest.mark.child
+@pytest.mark.parametrize("stream", ["None", "open('/dev/full', 'w', buffering=1)", "closed"])
+def test_a_lost_stderr_hides_no_failed_save_from_the_exit_status(stream: str, tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+import numpy as np, jaxckpt
+from jaxckpt._store.files import FileWriter
+write = FileWriter.write
+def late(writer, *args):
+    time.sleep(0.5)
+    if "/bad/" in writer.folder: raise jaxckpt.errors.StorageError(28, "no space")
+    return write(writer, *args)
+FileWriter.write = late
+{"sys.stderr.close()" if stream == "closed" else f"sys.stderr = sys.stdout = {stream}"}
+jaxckpt.save_async(sys.argv[1] + "/bad", {{"x": np.arange(9)}}, options=jaxckpt.Options(progress=True))
+jaxckpt.save_async(sys.argv[1] + "/good", {{"x": np.arange(9)}}, options=jaxckpt.Options(progress=True))
+"""
+    done = at_exit(program, tmp_path)
+    assert done.returncode == 1
+    assert jaxckpt.load_numpy(tmp_path / "good")["x"].shape == (9,)
+
+
 def test_forks_neither_wait_for_their_parents_work_nor_undo_it(tmp_path: Path, run_python: RunPython) -> None:
     found = json.loads(run_python(PROGRAMS / "forked.py", args=[str(tmp_path)], timeout=180).splitlines()[-1])
     assert found["terminated"] == [-signal.SIGTERM, ""]
