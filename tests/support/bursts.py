@@ -87,8 +87,8 @@ class Training:
         return max(self._longest, 0 if self._begun_at is None else self.step - self._begun_at)
 
     def note_published(self, _: object) -> None:
-        """Note that a save was published. A burst then begins only after one that followed the burst before: on a busy
-        machine, two bursts without a save between them would be one that is too long."""
+        """Note that a save was published. A burst then begins only after two more of these, of which one may be late:
+        on a busy machine, two bursts without a save between them would be one that is too long."""
         self._published = (self._published or 0) + 1
 
     def steps(self, count: int) -> Generator[int]:
@@ -116,7 +116,7 @@ class Training:
                     if not refused and at < LONG and time.monotonic() - begun > 20 * STEP_SECONDS:
                         break
                 self._ended.wait(at % 1 * STEP_SECONDS)
-                while refused and published is not None and self._published == published:
+                while refused and published is not None and (self._published or 0) < published + 2:
                     if self._ended.wait(0.001):
                         return
                 if refused and self.step >= times[1]:
