@@ -186,8 +186,9 @@ class Work:
 def draws_bars() -> bool:
     """Whether stderr is a terminal that can erase what it shows. Elsewhere, progress is shown as lines."""
     stream = sys.stderr
-    is_open = stream is not None and not stream.closed  # pyright: ignore[reportUnnecessaryComparison]
-    return is_open and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    if stream is None or stream.closed:  # pyright: ignore[reportUnnecessaryComparison]
+        return False
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 @contextlib.contextmanager

@@ -323,6 +323,11 @@ class RunningSave:
         self.is_published = True
         self._settled.set()
 
+    def discard(self, error: InputError) -> None:
+        """End it in this process, where no thread will. Logs nothing, because it has not failed."""
+        self._has_waiter = True
+        self.end(error)
+
     def end(self, outcome: SaveInfo | BaseException) -> None:
         """Note the end of the save. Only the first call has an effect."""
         if self.done:
@@ -452,9 +457,8 @@ def _wait_at_exit() -> None:
 def _reset_after_fork() -> None:
     """In a forked child: discard the saves, which belong to the parent."""
     for save in _saves:  # no thread of this process will ever end it
-        save._has_waiter = True  # so that nothing is logged: it has not failed
         where = f"the save to {save.path} runs in process {os.getppid()}, from which this process was forked"
-        save.end(InputError(f"{where}: wait for it there"))
+        save.discard(InputError(f"{where}: wait for it there"))
     _saves.clear()
     _abandoned.clear()
 
