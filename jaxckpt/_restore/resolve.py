@@ -473,9 +473,8 @@ def _cast_number(leaf: TypedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reaso
     with contextlib.suppress(TypeError, ValueError, OverflowError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reported as a problem below instead of a NumPy warning
         cast_value = np.asarray(value).astype(dtype).item()
-        weak = isinstance(value, (float, complex)) and jnp.issubdtype(
-            dtype, jnp.inexact if isinstance(value, float) else jnp.complexfloating
-        )
+        inexact = jnp.complexfloating if isinstance(value, complex) else jnp.inexact
+        weak = isinstance(value, (float, complex)) and jnp.issubdtype(dtype, inexact)
         is_same = cast_value == value and (value != 0 or str(complex(cast_value)) == str(complex(value)))  # -0.0
         fits = is_same or (
             weak and np.isfinite(cast_value) == np.isfinite(value) and np.isnan(cast_value) == np.isnan(value)

@@ -170,13 +170,14 @@ def follow_steps(
                 yield step
                 waiting_since = awake_seconds()
                 continue
-        ignored = () if has_waited else [*map(step_name, step_folders(run)[0])]
-        if not has_waited and any(step.number > last for step in foreign_steps_of(run.url, options, ignored)):
-            raise InputError(
-                f"{run.url} is a run of Orbax, and follow yields only the steps that a Checkpointer saves: call"
-                " latest_step() repeatedly instead"
-            )
-        has_waited = True
+        if not has_waited:
+            has_waited = True
+            ours = [*map(step_name, step_folders(run)[0])]
+            if any(step.number > last for step in foreign_steps_of(run.url, options, ours)):
+                raise InputError(
+                    f"{run.url} is a run of Orbax, and follow yields only the steps that a Checkpointer saves: call"
+                    " latest_step() repeatedly instead"
+                )
         if ended or (timeout_seconds is not None and waited >= timeout_seconds):
             return
         left = math.inf if timeout_seconds is None else timeout_seconds - (awake_seconds() - waiting_since)

@@ -40,8 +40,9 @@ def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]],
             return shapes, functools.partial(_compute_leaves, init, jax.tree.leaves(shapes))
     leaves, builder = flatten_values(init())
     # A Variable with hijax=True can replace its reference only by an array.
-    kept = is_reference if builder.variables else lambda _: False
-    target = builder.unflatten(leaf if kept(type(leaf)) else _abstract(leaf) for leaf in leaves)
+    target = builder.unflatten(
+        leaf if builder.variables and is_reference(type(leaf)) else _abstract(leaf) for leaf in leaves
+    )
 
     def initial(numbers: Sequence[int]) -> Sequence[Any]:
         made = [*leaves] or flatten_values(init())[0]  # called again if a local step was damaged
@@ -73,13 +74,10 @@ def _abstract(leaf: Any) -> Any:
     is_ref = is_reference(type(leaf))
     if not (is_ref or isinstance(leaf, jax.Array)):
         return leaf
-    typed = leaf.aval.inner_aval if is_ref else leaf
-    weak = getattr(typed, "weak_type", False)  # PRNG keys lack the attribute
-    if is_ref:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak, is_ref=True)
-    if not leaf.committed:
+    weak = getattr(leaf.aval.inner_aval if is_ref else leaf, "weak_type", False)  # PRNG keys lack the attribute
+    if not (is_ref or leaf.committed):
         return Uncommitted(leaf.shape, leaf.dtype, weak_type=weak)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak, is_ref=is_ref)
 
 
 # The step -------------------------------------------------------------------------------------------------

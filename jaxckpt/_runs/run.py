@@ -499,7 +499,7 @@ class Run:
         *,
         newest: bool = False,
     ) -> Generator[Step]:
-        """As `follow`. Once everything that it yielded is gone, it goes on after the number `restart_after`."""
+        """As `follow`. Once everything that it yielded is gone, it continues after the number `restart_after`."""
         steps = follow_steps(
             self._store,
             self._options,

@@ -303,7 +303,7 @@ def _foreign_steps_of(store: Store, ignored: Collection[str] = ()) -> Sequence[F
         form = _recognized_format(path, counted)
         try:
             steps = form.steps_in(path, counted) if form is not None else ()
-        except NotACheckpointError:  # of several runs, beside the ignored steps of ours
+        except NotACheckpointError:  # of several runs, next to the ignored steps of ours
             if not ignored:
                 raise
             steps = ()

@@ -224,7 +224,7 @@ def test_runs_and_checkpoints_with_different_prefixes_are_not_one_run(tmp_path: 
     assert run_json("ls", str(tmp_path / "single" / "base_7"))["checkpoints"][0]["status"] == "ok"
     found = run_json("ls", str(tmp_path / "single"))["checkpoints"]
     assert [(entry["name"], entry["status"]) for entry in found] == [("base_7", "ok"), ("tuned_3", "ok")]
-    with jaxckpt.Checkpointer(tmp_path / "ours") as ours:  # exports beside the steps of a run of ours do no harm
+    with jaxckpt.Checkpointer(tmp_path / "ours") as ours:  # exports next to the steps of a run of ours do no harm
         ours.save(9, {"w": np.ones(3)})
     for name in ("base_7", "tuned_3"):
         shutil.copytree(tmp_path / "single" / name, tmp_path / "ours" / name)
